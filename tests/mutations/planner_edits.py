@@ -15,7 +15,25 @@ EXPERTS, BEHIND = "tests/planning/test_experts.py", "tests/models/test_experts.p
 SPACES, HEADS = "tests/planning/test_state_spaces.py", "tests/planning/test_per_head.py"
 MERGED = "tests/integrations/transformers/test_peft.py -k alone"
 
+FOLLOWED = "tests/planning/test_followed.py"
+
 PLANNER = (
+    Edit("planning/trace.py", "if number < event][-1]", "][-1]", f"{FOLLOWED} -k counter"),
+    Edit("planning/gradients.py", "for tensor in tensors) and on_elements()", "for tensor in tensors)", FOLLOWED),
+    Edit("planning/gradients.py", "if id(tensor) in self._doubts:", "if False:", f"{FOLLOWED} -k pair"),
+    Edit("planning/proofs.py", "group in small or ", "", f"{FOLLOWED} -k meets"),
+    Edit("planning/replay.py", "told.parameters = self._whole_parameters(tensors)", "pass", f"{FOLLOWED} -k meets"),
+    Edit("planning/example_inputs.py", "if not given or (needed", "if False and (needed", f"{FOLLOWED} -k within"),
+    Edit("planning/kept_layers.py", "(name in unseen or not followed)", "False", f"{FOLLOWED} -k within"),
+    Edit(
+        "planning/weight_reads.py",
+        'f_globals["__name__"].split(".")[0] != "torch"',
+        'f_globals["__name__"] == ""',
+        "tests/planning/test_by_weight.py -k converted",
+    ),
+    Edit("planning/convolutions.py", "base is not None and not calls_super(type(module), base)", "False", CONVOLUTION),
+    Edit("nn/normed_weight.py", "all_reduce(squares, mesh)", "squares", f"{CONVOLUTION} -k gradients"),
+    Edit("nn/normed_weight.py", "copy_to_group(g_r, mesh)", "g_r", f"{CONVOLUTION} -k gradients"),
     Edit("planning/experts_trial.py", "if layout.behind:", "if False:", f"{EXPERTS} -k norm_behind"),
     Edit("planning/experts_entries.py", "slots if style.behind else tokens)", "tokens)", f"{EXPERTS} -k alike"),
     Edit("planning/experts_entries.py", "(gives + 2 * needs_dx * takes)", "(gives + takes)", f"{OTHERS} -k gathered"),
@@ -38,7 +56,7 @@ PLANNER = (
     Edit("nn/convolution.py", "groups = input.shape[channels] *", "groups = 1 or", f"{CONVOLUTION} -k gradients"),
     Edit("nn/convolution.py", "1 if convolution.transposed and convolution.groups == 1 else 0", "0", CONVOLUTION),
     Edit("planning/convolutions.py", "if name in read:", "if False:", f"{CONVOLUTION} -k says"),
-    Edit("planning/replay.py", "self._summed.add(id(tensor))", "pass", f"{PACKED} -k queries"),
+    Edit("planning/gradients.py", "self._summed.add(id(tensor))", "pass", f"{PACKED} -k queries"),
     Edit(
         "planning/replay.py",
         "both = self._drawn[True] & self._drawn[False]",

@@ -20,11 +20,13 @@ from tests.nn.reference import LIMIT_S, tp_mesh
 from tests.ops.same_bits import assert_same
 from tpkernels.nn.convolution import channel_dims, cut_channels, why_not_cut
 from tpkernels.partition import chunk_sizes, offsets
+from tpkernels.planning.convolutions import check_channels
 from tpkernels.sharding import Channels, Replicate
 from tpkernels.testing.numeric import assert_within_bound
 from tpkernels.testing.spawn import Pools
 
 EPS = torch.finfo(torch.float32).eps
+weight_norm: Any = nn.utils.parametrizations.weight_norm
 Case = tuple[nn.Module, tuple[int, ...], dict[str, Any]]
 
 
@@ -35,6 +37,7 @@ def cases(world: int, full: bool) -> list[Case]:
         (nn.Conv2d(3, 7, (2, 3), stride=(2, 3)), (2, 3, 4, 6), {}),
         (nn.Conv1d(4 * g, 6 * g, 3, padding=2, dilation=2, groups=2 * g, padding_mode="circular"), (2, 4 * g, 5), {}),
         (nn.ConvTranspose2d(4, 5, 3, stride=2, bias=False), (2, 4, 3, 2), {"output_size": [8, 6]}),
+        (Causal(3, 7, 2), (2, 3, 4), {}),
     ]
     if not full:
         return few
@@ -48,6 +51,13 @@ def cases(world: int, full: bool) -> list[Case]:
         (nn.ConvTranspose3d(2, 5, 2), (1, 2, 2, 3, 2), {}),
         (nn.Conv2d(3, 7, 3).to(memory_format=torch.channels_last), (2, 3, 5, 4), {}),  # type: ignore[call-overload]
     ]
+
+
+class Causal(nn.Conv1d):
+    """As in transformers' Moonshine and Voxtral: code of its own around torch's."""
+
+    def forward(self, x: Tensor, shift: float = 0.0) -> Tensor:
+        return super().forward(nn.functional.pad(x, (1, 0))) + shift
 
 
 def computed(module: nn.Module, x: Tensor, dy: Tensor | None, call: dict[str, Any]) -> dict[str, Tensor]:
@@ -88,8 +98,40 @@ def compare(number: int, plain: nn.Module, shape: tuple[int, ...], call: dict[st
         assert_within_bound(actual, value, bound, f"{name} of case {number}")
 
 
+def normed_cases(world: int) -> list[tuple[_ConvNd, int]]:
+    """Norms of each channel, of each place of the kernel over all channels, and of each input channel."""
+    grouped = nn.Conv1d(2 * world, 4 * world, 3, groups=world)
+    return [(nn.Conv1d(4, 7, 3), 0), (grouped, 2), (nn.ConvTranspose1d(4, 7, 3), 0)]
+
+
+def compare_normed(number: int, conv: _ConvNd, dim: int) -> None:
+    """The same for weights that a norm makes; their gradients are bounded by those of the weight, through the norm."""
+    plain, sizes = weight_norm(copy.deepcopy(conv), dim=dim), copy.deepcopy(conv).double()
+    cut, exact = cut_channels(copy.deepcopy(plain), tp_mesh()), copy.deepcopy(plain).double()
+    x = torch.randn(2, conv.in_channels, 5, generator=torch.Generator().manual_seed(number))
+    with torch.no_grad():
+        for parameter in sizes.parameters():
+            parameter.abs_()
+    found = computed(cut, x, None, {})
+    expected, products = computed(exact, x.double(), None, {}), computed(sizes, x.double().abs(), None, {})
+    inner = exact.parametrizations["weight"]
+    g, v = inner.original0.detach().abs(), inner.original1.detach().abs()
+    norm, dw = torch.norm_except_dim(v, 2, dim), products.pop("dweight")
+    along = (v * dw).sum([other for other in range(3) if other != dim], keepdim=True)
+    key = "dparametrizations.weight.original"
+    products |= {f"{key}0": along / norm, f"{key}1": g / norm * (dw + v * along / norm**2)}
+    count = max(conv.in_channels, conv.out_channels) * conv.kernel_size[0] + expected["y"].numel()
+    for name, value in expected.items():
+        actual: Any = found[name]
+        if isinstance(actual, DTensor):
+            actual = actual.full_tensor()
+        assert_within_bound(actual, value, (count**0.5 + 8) * EPS * products[name], f"{name} of normed case {number}")
+
+
 def values(full: bool) -> None:
     torch.manual_seed(5)
+    for number, (conv, dim) in enumerate(normed_cases(tp_mesh().size())):
+        compare_normed(number, conv, dim)
     for number, (plain, shape, call) in enumerate(cases(tp_mesh().size(), full)):
         compare(number, plain, shape, call)
     x = torch.zeros(2, 3, 4, 4)
@@ -127,10 +169,13 @@ class Vision(nn.Module):
         self.unseen = nn.Conv2d(4, 4, 1)
         self.later = False
         self.own = Standardized(12, 8, 1)
+        self.causal = Causal(4, 4, 2)
+        self.normed = weight_norm(nn.Conv1d(4, 4, 3, padding=1), dim=2)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.grouped(self.depthwise(self.up(self.patches(x).tanh())))
         out: Tensor = self.own(y).sum() + self.read(y) * nn.functional.conv2d(y, self.read.weight)
+        out = self.normed(self.causal(out.flatten(2), 0.5)).view(out.shape)
         return nn.functional.conv2d(out, self.unseen.weight) if self.later else out
 
 
@@ -145,6 +190,10 @@ def test_the_plan_says_which_convolutions_are_cut_and_what_they_send() -> None:
     plan = tpk.make_plan(Vision(), 2, example_inputs=torch.zeros(2, 3, 8, 8))
     assert plan["patches"].style == plan["up"].style == plan["grouped"].style == Channels()
     assert plan["idle"].style == Channels() and plan["idle"].wire_bytes is None, "nobody reads its weight"
+    assert plan["causal"].style == plan["normed"].style == plan["normed.parametrizations.weight"].style == Channels()
+    norm = plan["normed.parametrizations.weight"]
+    assert [part.local_shapes[0] for part in norm.parameters] == [(1, 1, 3), (2, 4, 3)]
+    assert norm.forward == "all-reduce of sums of squares" and norm.wire_bytes == 2 * 3 * 3 * 4 // 2
     assert plan["patches"].parameters[0].local_shapes == ((5, 3, 4, 4), (5, 3, 4, 4))
     assert plan["up"].parameters[0].local_shapes == ((10, 6, 2, 2), (10, 6, 2, 2))
     assert plan["patches"].wire_bytes == 4 * (2 * 10 * 2 * 2) // 2 and plan["patches"].backward == "-"
@@ -154,7 +203,7 @@ def test_the_plan_says_which_convolutions_are_cut_and_what_they_send() -> None:
         ("depthwise", "each channel by itself"),
         ("read", "without calling the module"),
         ("unseen", "may use without calling"),
-        ("own", "code, hooks or parameters of its own"),
+        ("own", "code of its own that may use the weight"),
     ):
         assert plan[name].style == Replicate() and why in plan[name].reason, name
     assert tpk.ShardingPlan.from_json(plan.to_json()) == plan
@@ -220,12 +269,11 @@ def test_with_same_bits_all_channels_are_computed_on_every_rank(ranks: Pools) ->
 
 @pytest.mark.cpu
 def test_what_is_no_convolution_of_torchs_is_not_cut() -> None:
-    normed = nn.utils.parametrizations.weight_norm(nn.Conv1d(4, 6, 3))
+    spectral = nn.utils.parametrizations.spectral_norm(nn.Conv1d(4, 6, 3))
     replaced: Any = nn.Conv1d(4, 6, 3)
     replaced.forward = lambda x: x
     for module, world, why in (
-        (Standardized(4, 6, 1), 2, "code, hooks or parameters"),
-        (normed, 2, "code, hooks or parameters"),
+        (spectral, 2, "code, hooks or parameters"),
         (replaced, 2, "code, hooks or parameters"),
         (nn.Linear(4, 6), 2, "code, hooks or parameters"),
         (nn.LazyConv1d(6, 3), 2, "have no shape yet"),
@@ -236,4 +284,7 @@ def test_what_is_no_convolution_of_torchs_is_not_cut() -> None:
     ):
         assert re.search(why, why_not_cut(module, world) or "it can be cut"), why
     assert why_not_cut(nn.Conv1d(4, 12, 3), 2, 8) == "has 12 channels, no multiple of same_bits (8)"
-    assert why_not_cut(nn.Conv1d(4, 6, 3), 2) is None
+    assert "a norm makes" in str(why_not_cut(weight_norm(nn.Conv1d(4, 8, 3)), 2, 8))
+    assert why_not_cut(nn.Conv1d(4, 6, 3), 2) is why_not_cut(weight_norm(nn.Conv1d(4, 6, 3)), 2) is None
+    with pytest.raises(ValueError, match="code of its own that may use the weight"):
+        check_channels("own", Standardized(4, 6, 1), 2)

@@ -14,8 +14,9 @@ their original shapes, ``Shard``.  x may have a batch dimension or none.
 On a group that gives the same bits at every degree (``same_bits``) each rank gathers weight and bias instead, and
 computes all of y: the bits of a convolution may depend on the number of its channels.
 
-It refuses subclasses with another ``forward``, parametrized weights, groups that the ranks would have to cut, and fewer
-channels than would give each rank one.
+Code of a subclass around ``super().forward`` goes on, and is given all channels; a weight that torch's weight norm
+makes is cut, too (:mod:`tpkernels.nn.normed_weight`).  It refuses other parametrizations, groups that the ranks would
+have to cut, and fewer channels than would give each rank one.
 """
 
 from __future__ import annotations
@@ -35,12 +36,13 @@ from torch.nn.parameter import is_lazy
 from tpkernels.comm import agreement
 from tpkernels.comm.groups import GroupLike, resolve
 from tpkernels.comm.same_bits import same_bits_of
+from tpkernels.nn.normed_weight import cut_norm, weight_norm_of
 from tpkernels.nn.parameters import has_units, local_parts, mesh_of, shard_parameter, tp_mesh
 from tpkernels.ops import all_gather, copy_to_group, shard
 from tpkernels.ops.checks import DTYPES
 from tpkernels.partition import chunk_sizes
 
-__all__ = ["channel_dims", "cut_channels", "is_convolution", "why_not_cut"]
+__all__ = ["channel_dims", "cut_channels", "is_convolution", "own_code", "why_not_cut"]
 
 _CALLS: dict[bool, dict[int, Callable[..., Tensor]]] = {
     False: {1: F.conv1d, 2: F.conv2d, 3: F.conv3d},
@@ -55,17 +57,35 @@ _TORCHS = {base: {name: getattr(base, name, None) for name in _GUARDED} for base
 
 
 def is_convolution(module: nn.Module) -> bool:
-    """Whether a call of ``module`` computes what torch's convolution of its attributes does."""
+    """Whether a call of ``module`` computes what torch's convolution of its attributes does, or ends in one, within a
+    ``forward`` of its own (:func:`own_code`)."""
     kind: Any = type(module)
     base: Any = next((base for base in _BASES if isinstance(module, base)), None)
-    if base is None or "forward" in vars(module) or hasattr(kind, "weight") or hasattr(kind, "bias"):
+    if base is None or "forward" in vars(module) or hasattr(kind, "bias"):
         return False
-    return all(getattr(kind, name, None) is known for name, known in _TORCHS[base].items())
+    if hasattr(kind, "weight") and weight_norm_of(module) is None:
+        return False
+    other = [name for name, known in _TORCHS[base].items() if getattr(kind, name, None) is not known]
+    return not other or (other == ["forward"] and hasattr(kind, "_conv_forward"))
+
+
+def own_code(module: nn.Module) -> type[nn.Module] | None:
+    """torch's class under a convolution with a ``forward`` of its own (a pad before it); None for any other module.
+
+    Such code may call ``super().forward`` and nothing else with the weight; who plans has to see to that.
+    """
+    base: Any = next((base for base in _BASES if isinstance(module, base)), None)
+    return None if base is None or type(module).forward is _TORCHS[base]["forward"] else base
 
 
 def why_not_cut(module: nn.Module, world_size: int, same_bits: int = 0) -> str | None:
     """The reason why :func:`cut_channels` cannot cut ``module`` over so many ranks; None if it can."""
     held = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+    normed = weight_norm_of(module)
+    if normed is not None:
+        if same_bits:
+            return "has a weight that a norm makes, which same_bits is not proven for"
+        held["weight"] = normed.original1
     if not is_convolution(module) or not {"weight"} <= held.keys() <= {"weight", "bias"}:
         return "is no convolution as torch's are: it has code, hooks or parameters of its own"
     convolution = cast(_ConvNd, module)
@@ -100,10 +120,12 @@ def cut_channels(module: nn.Module, group: GroupLike) -> nn.Module:
         ValueError: it cannot be cut so (:func:`why_not_cut`).
     """
     mesh = tp_mesh(group, module)
-    why = why_not_cut(module, mesh.size())
+    why = why_not_cut(module, mesh.size(), same_bits_of(mesh) if weight_norm_of(module) is not None else 0)
     if why is not None:
         raise ValueError(f"{type(module).__name__} {why}")
-    dims = channel_dims(module)
+    dims, normed = channel_dims(module), weight_norm_of(module)
+    if normed is not None:
+        cut_norm(normed, mesh, dims["weight"])
     for name, parameter in module._parameters.items():
         if parameter is not None:
             wanted = parameter.requires_grad
@@ -115,15 +137,25 @@ def cut_channels(module: nn.Module, group: GroupLike) -> nn.Module:
 
 @lru_cache(maxsize=256)
 def _cut_kind(cls: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of ``cls`` that computes this rank's channels and gathers all."""
-    members = {"forward": _forward, "reset_parameters": _reset_parameters, "extra_repr": _extra_repr}
+    """A subclass of ``cls`` that computes this rank's channels and gathers all, within any code of its own."""
+    base: Any = next(base for base in _BASES if issubclass(cls, base))
+    own = cls.forward is not _TORCHS[base]["forward"]
+    members = {"_conv_forward" if own else "forward": _conv_forward if own else _forward}
+    members |= {"reset_parameters": _reset_parameters, "extra_repr": _extra_repr}
     named = {"__module__": cls.__module__, "__doc__": cls.__doc__, "__qualname__": cls.__qualname__}
     return cast("type[nn.Module]", type(cls.__name__, (cls,), members | named))
 
 
+def _conv_forward(self: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """What torch's ``forward`` calls, which code of a subclass calls; weight and bias are the module's own."""
+    return _forward(self, input)
+
+
 def _forward(self: Any, input: Tensor, output_size: list[int] | None = None) -> Tensor:
-    bias = self._parameters["bias"]
-    mesh, w, b = local_parts(self._parameters["weight"], bias)
+    weight, bias = _stored(self), self._parameters["bias"]
+    mesh, w, b = local_parts(weight, bias)
+    if "weight" not in self._parameters:
+        w = self.weight  # this rank's channels of what its parametrization makes
     spatial = w.dim() - 2
     channels = -1 - spatial
     if input.dim() not in (spatial + 1, spatial + 2) or input.shape[channels] != self.in_channels:
@@ -135,7 +167,7 @@ def _forward(self: Any, input: Tensor, output_size: list[int] | None = None) -> 
     given = chunk_sizes(self.out_channels, world_size)
     if same_bits_of(mesh):
         dim = channel_dims(self)["weight"]
-        sizes = chunk_sizes(self._parameters["weight"].shape[dim], world_size)
+        sizes = chunk_sizes(weight.shape[dim], world_size)
         w = all_gather(w, mesh, dim=dim, shard_sizes=sizes, replicated_grad=True)
         b = None if b is None else all_gather(b, mesh, shard_sizes=given, replicated_grad=True)
         return _convolve(self, input, w, b, self.groups, output_size)
@@ -165,6 +197,12 @@ def _convolve(self: Any, x: Tensor, w: Tensor, b: Tensor | None, groups: int, ou
     return call(x, w, b, self.stride, 0, self.dilation, groups)
 
 
+def _stored(self: Any) -> Tensor:
+    """The parameter that is cut: the weight, or what its norm makes it of."""
+    weight: Tensor | None = self._parameters.get("weight")
+    return self.parametrizations["weight"]._parameters["original1"] if weight is None else weight
+
+
 def _refuse(mesh: DeviceMesh, message: str) -> NoReturn:
     """Raise, and tell the peers, which may be in the call already."""
     if mesh.size() > 1:
@@ -174,7 +212,7 @@ def _refuse(mesh: DeviceMesh, message: str) -> NoReturn:
 
 def _reset_parameters(self: Any) -> None:
     """Initialise anew as torch does, equal to it under the first rank's seed; all ranks call it."""
-    weight, bias = self._parameters["weight"], self._parameters["bias"]
+    weight, bias = _stored(self), self._parameters["bias"]
     base: Any = next(base for base in _BASES if isinstance(self, base))
     fresh = base(
         self.in_channels, self.out_channels, self.kernel_size, groups=self.groups, bias=bias is not None,
@@ -182,10 +220,11 @@ def _reset_parameters(self: Any) -> None:
     )  # fmt: skip
     with torch.no_grad():
         for name, parameter in fresh.named_parameters():
-            self._parameters[name].copy_(shard_parameter(parameter, mesh_of(weight), channel_dims(self)[name]))
+            if name in self._parameters:  # torch leaves a weight alone that is made of others
+                self._parameters[name].copy_(shard_parameter(parameter, mesh_of(weight), channel_dims(self)[name]))
 
 
 def _extra_repr(self: Any) -> str:
     base: Any = next(base for base in _BASES if isinstance(self, base))
-    sizes = chunk_sizes(self.out_channels, mesh_of(self._parameters["weight"]).size())
+    sizes = chunk_sizes(self.out_channels, mesh_of(_stored(self)).size())
     return f"{base.extra_repr(self)}, shards={'/'.join(map(str, sizes))}"

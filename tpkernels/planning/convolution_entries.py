@@ -2,25 +2,58 @@
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Mapping
+from typing import cast
 
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+
+from tpkernels.nn.convolution import channel_dims
+from tpkernels.nn.normed_weight import norm_dim
 from tpkernels.planning.experts_entries import Traffic
 
-__all__ = ["convolution_traffic"]
+__all__ = ["NORMED", "channel_cuts", "convolution_traffic"]
+
+NORMED = "parametrizations.weight"
+"""Where a convolution has what makes its weight."""
 
 
-def convolution_traffic(module: nn.Module, elements: tuple[int, int] | None, world_size: int) -> Traffic:
+def channel_cuts(model: nn.Module, name: str) -> dict[str, int | None]:
+    """The dimension in which each parameter of a convolution, or of what makes its weight, is cut."""
+    module = model.get_submodule(name)
+    if not name.endswith(NORMED):
+        return {**channel_dims(module)}
+    dim = channel_dims(model.get_submodule(name.removesuffix(NORMED).removesuffix(".")))["weight"]
+    return {"original0": dim if norm_dim(module) == dim else None, "original1": dim}
+
+
+def convolution_traffic(
+    module: nn.Module, dims: Mapping[str, int | None], elements: tuple[int, int] | None, world_size: int
+) -> Traffic:
     """Collectives of a convolution that is cut by its output channels, with the bytes that a rank sends at best.
 
-    ``elements``: those of the input whose gradient is wanted, and of the output; None where they are not known.
+    ``dims``: those of :func:`channel_cuts`; ``elements``: those of the input whose gradient is wanted, and of the
+    output, None where they are not known.
     """
+    if not isinstance(module, _ConvNd):
+        return _norm_traffic(module, dims["original0"] is not None, world_size)
     grouped = module.groups != 1
     backward = "all-gather of dx" if grouped else "all-reduce of dx"
     if elements is None:
         return Traffic("all-gather of y", backward, None, None)
-    weight = module._parameters["weight"]
-    assert weight is not None
     takes, gives = elements
-    total = ((1 if grouped else 2) * takes + gives) * weight.element_size()
+    total = ((1 if grouped else 2) * takes + gives) * next(module.parameters()).element_size()
     sent = total * (world_size - 1) // world_size
     return Traffic("all-gather of y", backward if takes else "-", sent, None)
+
+
+def _norm_traffic(normed: nn.Module, own: bool, world_size: int) -> Traffic:
+    """Of what makes a weight, for one call: a norm over channels of all ranks sums squares, and gradients of two."""
+    if own:
+        return Traffic("-", "-", 0, None)
+    g = cast(nn.Parameter, normed._parameters["original0"])
+    total = 2 * g.numel() * (2 * max(4, g.element_size()) + g.element_size())
+    return Traffic(
+        "all-reduce of sums of squares", "all-reduce of their gradient, all-reduce of dg",
+        total * (world_size - 1) // world_size, None,
+    )  # fmt: skip

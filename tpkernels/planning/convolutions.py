@@ -11,12 +11,16 @@ convolution whose weight they may read past it stays whole.
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
+from dataclasses import replace
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from tpkernels.nn.convolution import why_not_cut
+from tpkernels.nn.convolution import own_code, why_not_cut
+from tpkernels.nn.normed_weight import weight_norm_of
+from tpkernels.planning.convolution_entries import NORMED
 from tpkernels.planning.example_inputs import Observation
+from tpkernels.planning.own_code import calls_super
 from tpkernels.planning.plan_entries import Chosen
 from tpkernels.planning.source_reads import maybe_read
 from tpkernels.planning.splits import degrees, divisor
@@ -47,22 +51,36 @@ def convolution_choices(
     convolutions = {name: m for name, m in modules.items() if name not in chosen and isinstance(m, _ConvNd)}
     recordings = [] if observation is None else [recording for _, recording in observation.recordings]
     called = {scope.name for recording in recordings for scope in recording.scopes}
+    if observation is None or not observation.followed:  # parts of the model alone were called
+        called = set()
     unseen = maybe_read(modules[""]) if not convolutions.keys() <= called else {}
     found: dict[str, Chosen] = {}
     for name, module in convolutions.items():
-        why = why_not_cut(module, divisor(world_size), degrees()) or _why_whole(name, module, read, tied)
+        why = _why_not(module, divisor(world_size), degrees()) or _why_whole(name, module, read, tied)
         if why is None and name not in called and name in unseen:
             why = f"has a weight that the code of {unseen[name]} may use without calling the module"
         cut = Chosen(Channels(), "rule", "by its output channels, gathered")
         found[name] = cut if why is None else Chosen(Replicate(), "default", why)
+    for name, module in modules.items():
+        choice = found.get(name, chosen.get(name))
+        if isinstance(module, _ConvNd) and choice is not None and weight_norm_of(module) is not None:
+            inner = f"{name}.{NORMED}" if name else NORMED
+            found[inner] = replace(choice, reason=f"makes the weight of {name}: {choice.reason}")
     return found
 
 
 def check_channels(name: str, module: nn.Module, world_size: int, same_bits: int = 0) -> None:
     """Refuse to cut ``module`` by channels where that cannot be done."""
-    why = why_not_cut(module, world_size, same_bits)
+    why = _why_not(module, world_size, same_bits)
     if why is not None:
         raise ValueError(f"module {name!r} is a {type(module).__name__} that cannot be cut by channels: it {why}")
+
+
+def _why_not(module: nn.Module, world_size: int, same_bits: int) -> str | None:
+    base = own_code(module)
+    if base is not None and not calls_super(type(module), base):
+        return "is no convolution as torch's are: it has code of its own that may use the weight"
+    return why_not_cut(module, world_size, same_bits)
 
 
 def _why_whole(name: str, module: _ConvNd, read: Container[str], tied: Container[str]) -> str | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -47,7 +48,9 @@ class Tokens:
 FRAME_NAMES = ("num_mel_bins", "feature_size", "input_feat_size", "feature_projection_input_dim", "input_dim")
 """How a configuration may call the features of a frame of sound."""
 MOST_PARTS = 16
-"""Models within a model that are recorded by themselves."""
+"""Models within a model that are recorded by themselves,"""
+MOST_GUESSES = 12
+"""and what each of them is tried with."""
 INTEGER_NAMES = ("ids", "tokens", "token", "idx", "indices", "labels", "input_ids")
 
 
@@ -154,16 +157,27 @@ class Observation:
     def _record_parts(self, shadow: Shadow, model: nn.Module, sizes: Tokens) -> None:
         """Record models of transformers within the model of which no layer has run, each by itself."""
         done: list[str] = []
+        failed: set[type[nn.Module]] = set()
         for name, module in model.named_modules():
             prefix = f"{name}."
             if not name or not _is_hugging_face(module) or any(prefix.startswith(f"{other}.") for other in done):
                 continue
+            if type(module) in failed:
+                continue
             seen = {} if self.recording is None else self.recording.layer_rows
             layers = [layer for layer in shadow.layers if layer.startswith(prefix)]
-            if len(done) == MOST_PARTS or not layers or any(layer in seen for layer in layers):
+            if (
+                len(done) == MOST_PARTS
+                or not layers
+                or any(layer in seen for layer in layers)
+                or type(module) in failed
+            ):
                 continue
-            calls = (Example(name, *shadow.fake_inputs(*call)) for call in candidates(module, sizes))
-            done += [name] if any(self._record(shadow, call) for call in calls) else []
+            guesses = islice(candidates(module, sizes), MOST_GUESSES)
+            if any(self._record(shadow, Example(name, *shadow.fake_inputs(*guess))) for guess in guesses):
+                done.append(name)
+            else:
+                failed.add(type(module))
 
     @property
     def recordings(self) -> list[tuple[Mode, Recording]]:

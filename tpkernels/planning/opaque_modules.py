@@ -50,14 +50,14 @@ def record(shadow: Shadow, call: Example) -> Recording:
     """A recording of ``shadow``; modules that need values are opaque afterwards.
 
     Raises:
-        NeedsValues: it needs the values of tensors, and no module but the model itself could be opaque.
+        NeedsValues: it needs the values of tensors, and no module but the one that is called could be opaque.
         Exception: what the model raises.
     """
     for _ in range(MOST_OPAQUE):
         try:
             return _agreed(shadow, call)
         except _Close as close:
-            if not close.name or close.name in shadow.opaque:
+            if close.name in ("", call.method) or close.name in shadow.opaque:
                 raise NeedsValues from close.cause
             for name in _alike(shadow, close.name):
                 shadow.make_opaque(name)

@@ -16,10 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpkernels.comm.same_bits import same_bits_of
 from tpkernels.errors import CommunicationError
-from tpkernels.nn.convolution import channel_dims
 from tpkernels.ops.explain import explain
 from tpkernels.partition import copied_places
-from tpkernels.planning.convolution_entries import convolution_traffic
+from tpkernels.planning.convolution_entries import channel_cuts, convolution_traffic
 from tpkernels.planning.experts_entries import Traffic, cut_of_experts, experts_implementation, experts_traffic
 from tpkernels.planning.fused_norms import FusedNorms
 from tpkernels.planning.layers import Layer, kind_of, layer_of
@@ -91,12 +90,12 @@ def make_entries(
             continue
         picked = chosen.get(name, Chosen(Replicate(), "default", _why_whole(module)))
         cuts = []
+        channels = channel_cuts(model, name) if isinstance(picked.style, Channels) else {}
         for key, parameter in own.items():
             if isinstance(picked.style, Experts):
                 cuts.append(cut_of_experts(key, parameter, picked.style, world_size))
                 continue
-            channels = isinstance(picked.style, Channels)
-            dim = channel_dims(module)[key] if channels else _cut_dim(picked.style, layer_of(module), key)
+            dim = channels[key] if channels else _cut_dim(picked.style, layer_of(module), key)
             cuts.append(_cut(key, parameter, dim, picked.style, world_size, id(parameter) in seen))
             seen.add(id(parameter))
         count = None if rows is None else rows.get(name, 0)
@@ -106,7 +105,7 @@ def make_entries(
             with _every_rank_is_asked():
                 implementation = experts_implementation(picked.style, own, count, slots.get(name, 0), group)
         elif isinstance(picked.style, Channels):
-            traffic, implementation = convolution_traffic(module, elements.get(name), world_size), "-"
+            traffic, implementation = convolution_traffic(module, channels, elements.get(name), world_size), "-"
         else:
             traffic = traffic_of(picked.style, layer_of(module), own, count, world_size, leader, needs_dx)
             with _every_rank_is_asked():

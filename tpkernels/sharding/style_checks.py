@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from tpkernels.nn.copied_heads import check_copies
+from tpkernels.nn.normed_weight import weight_norm_of
 from tpkernels.nn.parameters import check_unit
 from tpkernels.partition import copied_places
 from tpkernels.planning.convolutions import check_channels
@@ -49,9 +50,11 @@ def convolutions_in(
         ValueError: one is no convolution that can be cut so, or shares a parameter with another module.
     """
     found = {id(modules[name]): name for name, style in styles.items() if isinstance(style, Channels)}
+    normed = {id(made) for name in found.values() if (made := weight_norm_of(modules[name])) is not None}
+    found = {key: name for key, name in found.items() if key not in normed}  # these go with their convolutions
     holders = Counter(id(one) for _, module in model.named_modules() for one in module.parameters(recurse=False))
     for name in found.values():
         check_channels(name, modules[name], world_size, same_bits)
-        if any(holders[id(one)] > 1 for one in modules[name].parameters(recurse=False)):
+        if any(holders[id(one)] > 1 for one in modules[name].parameters()):
             raise ValueError(f"module {name!r} has a parameter that is tied to another module's: leave both whole")
     return [modules[name] for name in found.values()]
