@@ -67,8 +67,12 @@ def scores(h: Tensor) -> Tensor:
 
 def unread(h: Tensor) -> Tensor:
     """What Sam 2 computes of heads that a rank does not have, and does not use."""
-    scores(h)
+    scores(h).softmax(-1)
     return h.relu()
+
+
+def pooled(h: Tensor) -> Tensor:
+    return F.max_pool2d(h.view(2, 2, 1, -1).permute(0, 3, 1, 2), (2, 1)).permute(0, 2, 3, 1).flatten(0, 2)
 
 
 CASES: dict[str, tuple[nn.Module, tuple[Any, ...]]] = {
@@ -78,6 +82,8 @@ CASES: dict[str, tuple[nn.Module, tuple[Any, ...]]] = {
     "mean of the gradient": (Mlp(Centred.apply), ALONE),
     "size of the gradient": (Mlp(Scaled.apply), ALONE),
     "unread": (Mlp(unread), PAIR),
+    "pooled": (Mlp(pooled), PAIR),
+    "pooled features": (Mlp(lambda h: F.max_pool2d(h[None], (1, 2))[0].repeat(1, 2)), ALONE),
     "read": (Mlp(lambda h: h * scores(h).sum()), ALONE),
     "returned": (Mlp(lambda h: h + 0 * scores(h)[:, :1]), ALONE),
 }

@@ -85,7 +85,7 @@ def why_not_cut(module: nn.Module, world_size: int, same_bits: int = 0) -> str |
     if normed is not None:
         if same_bits:
             return "has a weight that a norm makes, which same_bits is not proven for"
-        held["weight"] = normed.original1
+        held["weight"] = cast(nn.Parameter, normed.original1)
     if not is_convolution(module) or not {"weight"} <= held.keys() <= {"weight", "bias"}:
         return "is no convolution as torch's are: it has code, hooks or parameters of its own"
     convolution = cast(_ConvNd, module)
@@ -140,8 +140,8 @@ def _cut_kind(cls: type[nn.Module]) -> type[nn.Module]:
     """A subclass of ``cls`` that computes this rank's channels and gathers all, within any code of its own."""
     base: Any = next(base for base in _BASES if issubclass(cls, base))
     own = cls.forward is not _TORCHS[base]["forward"]
-    members = {"_conv_forward" if own else "forward": _conv_forward if own else _forward}
-    members |= {"reset_parameters": _reset_parameters, "extra_repr": _extra_repr}
+    called: dict[str, Any] = {"_conv_forward": _conv_forward} if own else {"forward": _forward}
+    members = called | {"reset_parameters": _reset_parameters, "extra_repr": _extra_repr}
     named = {"__module__": cls.__module__, "__doc__": cls.__doc__, "__qualname__": cls.__qualname__}
     return cast("type[nn.Module]", type(cls.__name__, (cls,), members | named))
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
@@ -32,7 +33,7 @@ __all__ = ["check_channels", "convolution_choices"]
 
 def convolution_choices(
     modules: Mapping[str, nn.Module],
-    chosen: Mapping[str, Chosen],
+    chosen: dict[str, Chosen],
     world_size: int,
     read: Container[str],
     tied: Container[str],
@@ -61,9 +62,8 @@ def convolution_choices(
             why = f"has a weight that the code of {unseen[name]} may use without calling the module"
         cut = Chosen(Channels(), "rule", "by its output channels, gathered")
         found[name] = cut if why is None else Chosen(Replicate(), "default", why)
-    for name, module in modules.items():
-        choice = found.get(name, chosen.get(name))
-        if isinstance(module, _ConvNd) and choice is not None and weight_norm_of(module) is not None:
+    for name, choice in (chosen | found).items():
+        if isinstance(modules[name], _ConvNd) and weight_norm_of(modules[name]) is not None:
             inner = f"{name}.{NORMED}" if name else NORMED
             found[inner] = replace(choice, reason=f"makes the weight of {name}: {choice.reason}")
     return found
@@ -77,8 +77,9 @@ def check_channels(name: str, module: nn.Module, world_size: int, same_bits: int
 
 
 def _why_not(module: nn.Module, world_size: int, same_bits: int) -> str | None:
-    base = own_code(module)
-    if base is not None and not calls_super(type(module), base):
+    base: Any = own_code(module)
+    kind: Any = type(module)
+    if base is not None and not calls_super(kind, base):
         return "is no convolution as torch's are: it has code of its own that may use the weight"
     return why_not_cut(module, world_size, same_bits)
 

@@ -159,19 +159,11 @@ class Observation:
         done: list[str] = []
         failed: set[type[nn.Module]] = set()
         for name, module in model.named_modules():
-            prefix = f"{name}."
-            if not name or not _is_hugging_face(module) or any(prefix.startswith(f"{other}.") for other in done):
-                continue
-            if type(module) in failed:
+            if len(done) == MOST_PARTS or not name or not _is_hugging_face(module) or type(module) in failed:
                 continue
             seen = {} if self.recording is None else self.recording.layer_rows
-            layers = [layer for layer in shadow.layers if layer.startswith(prefix)]
-            if (
-                len(done) == MOST_PARTS
-                or not layers
-                or any(layer in seen for layer in layers)
-                or type(module) in failed
-            ):
+            layers = [layer for layer in shadow.layers if layer.startswith(f"{name}.")]
+            if not layers or any(layer in seen for layer in layers):
                 continue
             guesses = islice(candidates(module, sizes), MOST_GUESSES)
             if any(self._record(shadow, Example(name, *shadow.fake_inputs(*guess))) for guess in guesses):
@@ -331,10 +323,10 @@ def _hugging_face(model: nn.Module, sizes: Tokens) -> Iterator[tuple[tuple[Any, 
 
 def _sounds(config: Any, parameters: Mapping[str, inspect.Parameter], sizes: Tokens) -> Iterator[dict[str, Any]]:
     """Frames of sound, by features or by time first, with the masks that must be given; in whole windows."""
-    features = next((value for name in FRAME_NAMES if isinstance(value := getattr(config, name, None), int)), None)
+    features = next((value for name in FRAME_NAMES if isinstance(value := getattr(config, name, None), int)), 0)
     lengths = [2 * getattr(config, "max_source_positions", sizes.length), 2 * getattr(config, "n_window", 64)]
     masks = [name for name, one in parameters.items() if "mask" in name and one.default is one.empty]
-    for length in dict.fromkeys(lengths if features is not None else ()):
+    for length in dict.fromkeys(lengths if features else ()):
         given = {name: torch.ones(sizes.batch, length, dtype=torch.long) for name in masks}
         yield {"input_features": sizes.floats(features, length)} | given
         yield {"input_features": sizes.floats(length, features)} | given

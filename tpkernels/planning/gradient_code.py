@@ -83,7 +83,7 @@ def code_of_gradients(session: Session) -> Iterator[None]:
         if cls is CheckpointFunction:  # what it runs again for the gradients is what counts
             run, _, *inputs = args
             return run(*inputs)
-        original: Callable[..., Any] = super(base, cls).apply  # type: ignore[misc]
+        original: Callable[..., Any] = super(base, cls).apply
         out = original(*args, **kwargs)
         if not cls.__module__.startswith(_NOT_THE_MODELS):
             tensors, made = (

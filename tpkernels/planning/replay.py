@@ -160,7 +160,6 @@ class Replay(WholeSteps):
         return out
 
     def op(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
-        self._check_doubts(tensors)
         groups = frozenset().union(*(self._groups.get(id(tensor), frozenset()) for tensor in tensors))
         self.blame = groups or self.blame
         packet = canonical(func)
@@ -170,8 +169,13 @@ class Replay(WholeSteps):
             self._pass_summed(func, tensors, [out])
             self.pass_origins(func, tensors, [out])
             self.made[id(out)] = self.source(tensors[0])
+            self._doubts |= {id(out): doubt for doubt in map(self._doubts.get, map(id, tensors)) if doubt is not None}
             return out
         event = self._next(packet, None, self.sources_of(packet, tensors))
+        unread = self._at - 1 in self.recording.unread
+        if unread and any(id(tensor) in self._doubts for tensor in tensors):
+            return self._doubted(func, args, kwargs, event, Unproven("what nobody reads is read"))
+        self._check_doubts(tensors)
         if event.constant != constant_of(func, tensors):
             raise Unproven("a constant depends on the number of features of one rank")
         local, local_kwargs = as_shapes(args), {key: as_shapes(value) for key, value in kwargs.items()}
@@ -181,6 +185,8 @@ class Replay(WholeSteps):
             answers = self._answers(func, event, (local, local_kwargs), splits, (args, kwargs))
         except Unproven as error:
             error.parameters = self._whole_parameters(tensors)
+            if not unread:
+                raise
             return self._doubted(func, args, kwargs, event, error)
         out = self._run_op(func, args, kwargs, tensors)
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]

@@ -353,6 +353,14 @@ def _pad(call: Call) -> Answer:
     return split
 
 
+def _pool(call: Call) -> Answer:
+    """The largest numbers, or means, of windows in the last two dimensions."""
+    split = call.cut()
+    if split.dim >= call.rank_of() - 2:
+        raise Unproven("a dimension that is pooled is cut")
+    return [split] * len(call.outputs) if len(call.outputs) > 1 else split
+
+
 _AROUND: dict[str, Callable[[Call], Answer]] = {
     "clone": _same, "_to_copy": _same, "detach": _same, "alias": _same, "lift_fresh": _same, "contiguous": _same,
     "zeros_like": _same, "ones_like": _same, "full_like": _same, "empty_like": _same, "rand_like": _same,
@@ -370,6 +378,7 @@ _AROUND: dict[str, Callable[[Call], Answer]] = {
     "native_layer_norm": _norm, "_fused_rms_norm": _norm, "rms_norm": _norm,
     "max": _reduce, "min": _reduce, "index": _index, "copy_": _copy,
     "mm": _mm, "addmm": _addmm, "bmm": _bmm, "baddbmm": _baddbmm, "constant_pad_nd": _pad,
+    "max_pool2d_with_indices": _pool, "avg_pool2d": _pool,
     "convolution": _convolution, "linalg_solve_triangular": _solved,
     "native_dropout": lambda call: [call.cut(), call.cut()],
     "_scaled_dot_product_flash_attention_for_cpu": _attention, "_scaled_dot_product_flash_attention": _attention,

@@ -7,7 +7,7 @@ and the like, nothing but elementwise ops and reshapes may touch the residual.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -347,7 +347,7 @@ class _Flow(Session):
         shapes = [(Shape(output.shape), self._splits.get(id(output))) for output in outputs]
         self._local.steps.append(Step(canonical(func), arguments, constant_of(func, tensors), shapes))
 
-    def gradient_code_called(self, name: str, tensors: list[Tensor]) -> None:
+    def gradient_code_called(self, name: str, tensors: list[Tensor], on_elements: Callable[[], bool]) -> None:
         if any(id(tensor) in self._splits for tensor in tensors):
             raise Unproven(f"the residual is given to {name}, whose backward is code of its own")
 
