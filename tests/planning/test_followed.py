@@ -71,6 +71,14 @@ def unread(h: Tensor) -> Tensor:
     return h.relu()
 
 
+class Keeping(nn.Module):
+    seen: Tensor
+
+    def forward(self, h: Tensor) -> Tensor:
+        self.seen = scores(h)
+        return h.relu()
+
+
 def pooled(h: Tensor) -> Tensor:
     return F.max_pool2d(h.view(2, 2, 1, -1).permute(0, 3, 1, 2), (2, 1)).permute(0, 2, 3, 1).flatten(0, 2)
 
@@ -82,6 +90,7 @@ CASES: dict[str, tuple[nn.Module, tuple[Any, ...]]] = {
     "mean of the gradient": (Mlp(Centred.apply), ALONE),
     "size of the gradient": (Mlp(Scaled.apply), ALONE),
     "unread": (Mlp(unread), PAIR),
+    "kept": (Mlp(Keeping()), ALONE),
     "pooled": (Mlp(pooled), PAIR),
     "pooled features": (Mlp(lambda h: F.max_pool2d(h[None], (1, 2))[0].repeat(1, 2)), ALONE),
     "read": (Mlp(lambda h: h * scores(h).sum()), ALONE),
