@@ -127,7 +127,6 @@ def test_a_model_that_cannot_be_traced_is_planned_layer_by_layer_and_says_so() -
 def test_without_data_flow_nobody_is_believed_who_recommends_a_cut(name: str) -> None:
     """A tp_plan, or a plan file, is made for other code than ours: without a proof every layer is whole in and out."""
     model = zoo.build(name)
-
     for one in (model, getattr(model, model.base_model_prefix)):
 
         class Moody(type(one)):  # type: ignore[misc]

@@ -39,19 +39,23 @@ def works_on_elements(apply: Callable[..., Any], args: Sequence[Any], kwargs: Ma
                 some = _run(apply, args, kwargs, [one.flatten()[picked] for one in given])
             except Exception:  # noqa: BLE001 - code of whatever the function does
                 return False
-            if not all(_alike(one.flatten()[picked], part) for one, part in zip(whole, some, strict=True)):
+            if (
+                not whole
+                or len(some) != len(whole)
+                or not all(_alike(one.flatten()[picked], part) for one, part in zip(whole, some, strict=True))
+            ):
                 return False
     return True
 
 
 def _run(apply: Callable[..., Any], args: Any, kwargs: Any, given: Sequence[Tensor]) -> list[Tensor]:
-    """Result and gradients; the last of ``given`` is the gradient of the result."""
+    """The result, whose gradient is the last of ``given``, and gradients; nothing if it is not like the inputs."""
     *inputs, dy = (one.clone() for one in given)
     tensors = iter([one.requires_grad_() for one in inputs])
     args, kwargs = tree_map_only(Tensor, lambda _: next(tensors), (tuple(args), dict(kwargs)))
     y = apply(*args, **kwargs)
     if not isinstance(y, Tensor) or y.shape != dy.shape or y.dtype != dy.dtype:
-        raise ValueError("the result is not like the inputs")
+        return []
     return [y.detach(), *torch.autograd.grad(y, inputs, dy)]
 
 

@@ -174,7 +174,8 @@ class Replay(WholeSteps):
         event = self._next(packet, None, self.sources_of(packet, tensors))
         unread = self._at - 1 in self.recording.unread
         if unread and any(id(tensor) in self._doubts for tensor in tensors):
-            return self._doubted(func, args, kwargs, event, Unproven("what nobody reads is read"))
+            doubt = next(self._doubts[id(tensor)][0] for tensor in tensors if id(tensor) in self._doubts)
+            return self._doubted(func, args, kwargs, event, doubt)
         self._check_doubts(tensors)
         if event.constant != constant_of(func, tensors):
             raise Unproven("a constant depends on the number of features of one rank")
