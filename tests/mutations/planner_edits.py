@@ -31,7 +31,12 @@ PLANNER = (
         'f_globals["__name__"] == ""',
         "tests/planning/test_by_weight.py -k converted",
     ),
-    Edit("planning/convolutions.py", "base is not None and not calls_super(kind, base)", "False", CONVOLUTION),
+    Edit(
+        "planning/convolutions.py",
+        "base is not None and not calls_super(kind, base)",
+        "False",
+        f"{CONVOLUTION} -k says",
+    ),
     Edit("nn/normed_weight.py", "all_reduce(squares, mesh)", "squares", f"{CONVOLUTION} -k gradients"),
     Edit("nn/normed_weight.py", "copy_to_group(g_r, mesh)", "g_r", f"{CONVOLUTION} -k gradients"),
     Edit("planning/experts_trial.py", "if layout.behind:", "if False:", f"{EXPERTS} -k norm_behind"),
