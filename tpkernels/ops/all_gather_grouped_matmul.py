@@ -35,7 +35,7 @@ from tpkernels.ops.collectives import start_gather
 from tpkernels.ops.contract import GATED, AllGatherGroupedMatmul, GroupedMatmulReduceScatter
 from tpkernels.ops.expert_scales import Scales, behind_scales, scales_of
 from tpkernels.ops.gradients import fake_of_linears, needs_of_linears, of_linears
-from tpkernels.ops.main_grad import Sink, sinks_of
+from tpkernels.ops.main_grad import Sink
 from tpkernels.ops.options import GatedName, GroupedGatherKeywords, Products
 from tpkernels.ops.registration import call, call_backward, define, wants_grad
 from tpkernels.ops.routing import (
@@ -298,7 +298,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
     before = output[first : first + count] if options.activation is not None else []
     ctx.save_for_backward(output[-1] if options.keep_gathered else x, output[first - 2], *weights, *before)
     ctx.num_tokens = x.shape[0]
-    ctx.sinks = sinks_of(weights)
+    ctx.sinks = same_bits.sinks_of(options.group_name, weights)
     ctx.has_bias = has_bias(biases)
     ctx.options = options
     ctx.set_materialize_grads(False)

@@ -48,7 +48,7 @@ from tpkernels.ops.contract import (
     gate_forward,
 )
 from tpkernels.ops.gradients import fake_of_linears, needs_of_linears, of_linears
-from tpkernels.ops.main_grad import Sink, sinks_of
+from tpkernels.ops.main_grad import Sink
 from tpkernels.ops.options import GatedName, Gathered, GatherKeywords
 from tpkernels.ops.registration import call, call_backward, define, wants_grad
 from tpkernels.ops.scaled_matmul import ScaledGather, all_gather_scaled_matmul
@@ -341,7 +341,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
     ctx.save_for_backward(output[-1] if options.keep_gathered else x, *weights, *before)
     ctx.has_bias = has_bias(biases)
     ctx.options = options
-    ctx.sinks = sinks_of(weights)
+    ctx.sinks = same_bits.sinks_of(options.group_name, weights)
     ctx.set_materialize_grads(False)
 
 

@@ -29,7 +29,7 @@ from tpkernels.ops.checks import as_list, check_common, check_gate, check_local
 from tpkernels.ops.contract import GATED, GroupedMatmulAllReduce, activation_forward, gate_forward
 from tpkernels.ops.expert_scales import Scales, behind_scales, scales_of
 from tpkernels.ops.gradients import fake_of_linears, needs_of_linears, of_linears, of_products
-from tpkernels.ops.main_grad import Sink, sinks_of
+from tpkernels.ops.main_grad import Sink
 from tpkernels.ops.options import GatedName, GroupedCopyKeywords, Reduce
 from tpkernels.ops.registration import call, call_backward, define
 from tpkernels.ops.routing import (
@@ -188,7 +188,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
     ctx.options = Reduce(*behind_scales(rest))
     ctx.save_for_backward(x, experts, *weights)
     ctx.has_bias = has_bias(biases)
-    ctx.sinks = sinks_of(weights)
+    ctx.sinks = same_bits.sinks_of(ctx.options.group_name, weights)
     ctx.set_materialize_grads(False)
 
 

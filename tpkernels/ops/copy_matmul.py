@@ -30,7 +30,7 @@ from tpkernels.ops.agreed_call import Signature
 from tpkernels.ops.checks import as_list, check_common, check_gate, check_local, check_weights, plain_linear
 from tpkernels.ops.contract import GATED, MatmulAllReduce, activation_forward, gate_forward
 from tpkernels.ops.gradients import fake_of_linears, needs_of_linears, of_linears
-from tpkernels.ops.main_grad import Sink, sinks_of
+from tpkernels.ops.main_grad import Sink
 from tpkernels.ops.options import CopyKeywords, GatedName, Reduce
 from tpkernels.ops.plain_calls import is_plain
 from tpkernels.ops.registration import call, call_backward, define
@@ -178,7 +178,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
     ctx.options = Reduce(*options)
     ctx.save_for_backward(x, *weights)
     ctx.has_bias = has_bias(biases)
-    ctx.sinks = sinks_of(weights)
+    ctx.sinks = same_bits.sinks_of(ctx.options.group_name, weights)
     ctx.set_materialize_grads(False)
 
 

@@ -14,11 +14,11 @@ from torch import Tensor
 from tpkernels.comm import agreement
 from tpkernels.comm.groups import Group
 from tpkernels.gemm.grouped import TokenRows, reduced_bias_gradient
-from tpkernels.ops import expert_blocks
+from tpkernels.ops import expert_blocks, same_bits
 from tpkernels.ops.checks import check_common
 from tpkernels.ops.contract import accumulation_dtype
 from tpkernels.ops.expert_scales import Scales, behind_scales
-from tpkernels.ops.main_grad import Sink, sink_of
+from tpkernels.ops.main_grad import Sink
 from tpkernels.ops.registration import call_backward
 from tpkernels.ops.routing import (
     Routing,
@@ -89,7 +89,7 @@ def fields(
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     h, weight, bias, experts, routing_weights, *rest = inputs
     ctx.options = behind_scales(rest)
-    ctx.sinks = [sink_of(weight)]
+    ctx.sinks = same_bits.sinks_of(ctx.options[0], [weight])  # the name of the group, in the options of all of them
     ctx.save_for_backward(h, weight, bias, experts, routing_weights)
 
 

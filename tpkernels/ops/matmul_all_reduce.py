@@ -23,7 +23,6 @@ from tpkernels.ops.agreed_call import Signature, facts_of
 from tpkernels.ops.checks import check_common, check_local, check_weights, plain_linear
 from tpkernels.ops.contract import MatmulAllReduce
 from tpkernels.ops.gradients import of_linear
-from tpkernels.ops.main_grad import sink_of
 from tpkernels.ops.options import Reduce
 from tpkernels.ops.registration import call, define
 from tpkernels.ops.residual_norm import Norm, add_norm, matmul_all_reduce_norm, wanted
@@ -172,8 +171,8 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, options: Reduce) -> N
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(inputs[0], inputs[1])
-    ctx.sinks = [sink_of(inputs[1])]
     ctx.group_name = inputs[3]
+    ctx.sinks = same_bits.sinks_of(ctx.group_name, [inputs[1]])
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:

@@ -37,7 +37,7 @@ from tpkernels.ops.checks import (
 from tpkernels.ops.collectives import start_gather
 from tpkernels.ops.contract import AllGatherMatmul, Gathered, MatmulReduceScatter
 from tpkernels.ops.gradients import fake_of_linear, of_linear
-from tpkernels.ops.main_grad import Sink, sink_of
+from tpkernels.ops.main_grad import Sink
 from tpkernels.ops.options import Scatter
 from tpkernels.ops.registration import call, define
 from tpkernels.ops.residual_norm import Norm, add_norm, wanted
@@ -207,7 +207,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, _, *options = inputs
     ctx.save_for_backward(x, weight)
     ctx.options = Scatter(*options)
-    ctx.sinks = [sink_of(weight)]
+    ctx.sinks = same_bits.sinks_of(ctx.options.group_name, [weight])
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:

@@ -39,6 +39,7 @@ __all__ = [
     "check_parts",
     "linear",
     "preactivation_gradients",
+    "sinks_of",
     "weight_gradients",
 ]
 
@@ -82,22 +83,29 @@ def linear(group: Group, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
     return canonical.columns_of_product(x, weight.t(), bias, blocks)
 
 
+def sinks_of(group: GroupLike, weights: Sequence[Tensor]) -> list[Sink | None]:
+    """:func:`tpkernels.ops.main_grad.sinks_of`, for the context of a call with a gradient.
+
+    Raises:
+        UnsupportedProblem: a weight has a ``main_grad``.  Now, because a gradient is made while peers wait.
+    """
+    sinks = main_grad.sinks_of(weights)
+    wanted = any(sink and weight.requires_grad for sink, weight in zip(sinks, weights, strict=True))
+    if wanted and (same_bits := same_bits_of(group)):
+        raise UnsupportedProblem(
+            f"a weight's main_grad does not go with same_bits={same_bits}: what is in it already would be added "
+            "within the GEMM"
+        )
+    return sinks
+
+
 def weight_gradients(
     group: Group, dzs: Sequence[Tensor], x: Tensor, sinks: Sequence[Sink | None] | None, *, cut: str = "columns"
 ) -> list[Tensor | None]:
-    """:func:`tpkernels.ops.main_grad.weight_gradients`; ``cut``: what of the product, its "columns" or "contraction".
-
-    Raises:
-        UnsupportedProblem: a weight has a ``main_grad``.
-    """
+    """:func:`tpkernels.ops.main_grad.weight_gradients`; ``cut``: of the product, its "columns" or "contraction"."""
     blocks = blocks_of(group)
     if not blocks:
         return main_grad.weight_gradients(dzs, x, sinks)
-    if sinks is not None and any(sinks):
-        raise UnsupportedProblem(
-            f"a weight's main_grad does not go with same_bits={group.same_bits}: what is in it already would be added "
-            "within the GEMM"
-        )
     gradient = canonical.weight_gradient if cut == "columns" else canonical.weight_gradient_of_row
     with timeline.span("gemm of weight gradients", "gemm"):
         return [gradient(dz, x, blocks) for dz in dzs]
