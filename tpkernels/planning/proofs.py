@@ -3,11 +3,14 @@
 It owns the decision.  Groups are taken smallest first, and a layer is a column or a row in at most one of them.  A
 proof that was found for one block is tried first on the blocks like it.  A replay of the whole model with all that was
 found decides: a group that it blames is given up, and the replay is repeated.
+
+A plan for several numbers of ranks (:func:`tpkernels.planning.splits.for_degrees`) cuts at each of them what the
+largest one cuts: code with a literal number of heads runs on one rank, and does not on eight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -20,7 +23,7 @@ from tpkernels.planning.replay import Replay, Role, unlike_ranks
 from tpkernels.planning.search import Search
 from tpkernels.planning.session import Scope
 from tpkernels.planning.shadow import MODES, Mode, Shadow
-from tpkernels.planning.splits import HandedOn, Unproven
+from tpkernels.planning.splits import HandedOn, Unproven, divisor
 from tpkernels.planning.trace import Recording
 
 __all__ = ["SMALL_GROUP", "Decision", "decide"]
@@ -71,9 +74,13 @@ def decide(
     assert observation.shadow is not None and observation.recording is not None
     calls = [call for _, recording in observation.recordings for call in recording.norm_calls.values()]
     observation.shadow.norms = find_norms(observation.shadow.modules, calls)
-    decider = _Decider(observation, observation.shadow, observation.recording, world_size, excluded, forced)
-    decider.whole_inputs, decider.says_all = not feeders, says_all
-    return decider.run()
+    widest = None
+    for ranks in dict.fromkeys((divisor(world_size), world_size)):
+        decider = _Decider(observation, observation.shadow, observation.recording, ranks, excluded, forced)
+        decider.whole_inputs, decider.says_all = not feeders, says_all
+        widest = decider.run(widest)
+    assert widest is not None
+    return widest
 
 
 class _Decider:
@@ -93,8 +100,15 @@ class _Decider:
         """The modules around the groups."""
         self.decision = Decision()
         self.whole_inputs, self.says_all = False, True
+        self._allowed: Container[Group] | None = None
 
-    def run(self) -> Decision:
+    def run(self, widest: Decision | None) -> Decision:
+        """``widest``: what the largest number of ranks decided, where this is a smaller one."""
+        if widest is not None:
+            self._allowed = widest.proven.keys()
+            self.decision.refused |= widest.refused
+            self.decision.adapters |= widest.adapters
+            self.decision.conflicts += widest.conflicts
         for mode, recording in self.observation.firsts:
             if recording is not self.recording:
                 self.search = Search(self.shadow, recording, self.world_size)
@@ -120,6 +134,8 @@ class _Decider:
         small = self._small_beside(groups)
         for group in sorted(groups, key=lambda group: group in small or self._is_narrow(group)):
             if group in self.decision.refused or not self.search.is_called(group):
+                continue
+            if self._allowed is not None and group not in self._allowed:
                 continue
             layers = set(group.layers)
             given = (*group.feeders, *group.summed)
