@@ -117,13 +117,17 @@ def test_a_mixture_trains_to_the_bits_of_one_rank(ranks: Pools, name: str, dtype
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize(("kind", "dtype"), [(kind, dtype) for kind in SHAPES for dtype in ("float32", "bfloat16")])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "along"),
+    [(kind, dtype, along) for along in (False, True) for kind in SHAPES for dtype in ("float32", "bfloat16")],
+)
 def test_a_run_with_dropout_and_clipping_goes_on_at_another_degree(
-    ranks: Pools, kind: str, dtype: str, full: bool, tmp_path: Path
+    ranks: Pools, kind: str, dtype: str, along: bool, full: bool, tmp_path: Path
 ) -> None:
-    """Losses, gradients, norms and parameters of AdamW at 1, 2 and 4 ranks, and of runs resumed from 1 to 2 to 4."""
-    case = Case(kind, dtype, 20) if full else Case(kind, dtype, 2, layers=1)
-    for found in ranks(4).run(check_degrees_and_resumes, case, tmp_path, timeout=600.0):
+    """Losses, gradients, norms and parameters of AdamW at 1, 2, 4 and, in full, 8 ranks, and of runs resumed from 1 to
+    2 to 4 to 8; ``along``: with sequence parallelism."""
+    case = Case(kind, dtype, 20, sequence_parallel=along) if full else Case(kind, dtype, 2, layers=1)
+    for found in ranks(8 if full else 4).run(check_degrees_and_resumes, case, tmp_path, timeout=1800.0):
         assert not found
 
 

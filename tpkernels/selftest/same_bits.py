@@ -24,6 +24,8 @@ from tpkernels.comm.startup import new_group
 from tpkernels.measure.gathered import from_all_ranks, to_plain
 from tpkernels.measure.progress import remaining
 from tpkernels.nn.gathering import gathered
+from tpkernels.planning.plan import ShardingPlan
+from tpkernels.planning.styles import Style
 from tpkernels.selftest.small_decoder import SHAPES, Decoder, Shape
 
 __all__ = ["Case", "Difference", "Run", "cases", "compare", "degrees_of", "Verdict", "groups_of_degrees", "run_rank"]
@@ -41,13 +43,15 @@ class Case:
     dtype: str
     steps: int = STEPS
     layers: int = 2
+    sequence_parallel: bool = False
+    """By the plan that is found; otherwise by one that is written by hand, which takes no time."""
 
     @property
     def shape(self) -> Shape:
         return replace(SHAPES[self.kind], layers=self.layers)
 
     def __str__(self) -> str:
-        return f"{self.kind}, {self.dtype}"
+        return f"{self.kind}, {self.dtype}{', sequence parallelism' if self.sequence_parallel else ''}"
 
 
 class Run:
@@ -58,7 +62,11 @@ class Run:
         self.case = case
         torch.manual_seed(seed)
         model = Decoder(case.kind, case.shape).to(getattr(torch, case.dtype))
-        self.model = tpk.parallelize(model, group, model.styles, same_bits=same_bits)
+        batch = self._batch(0)
+        plan: dict[str, str | Style] | ShardingPlan = model.styles
+        if case.sequence_parallel:
+            plan = tpk.make_plan(model, group, sequence_parallel=True, example_inputs=batch, same_bits=same_bits)
+        self.model = tpk.parallelize(model, group, plan, example_inputs=batch, same_bits=same_bits)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, weight_decay=0.1)
         self.digests: dict[str, str] = {}
 
@@ -97,8 +105,9 @@ def _gradient_of(parameter: Tensor) -> Tensor:
 
 
 def cases(dtypes: Sequence[str], *, quick: bool) -> list[Case]:
-    """What is trained; with ``quick`` fewer steps."""
-    return [Case(kind, dtype, QUICK_STEPS if quick else STEPS) for kind in SHAPES for dtype in dtypes]
+    """What is trained; with ``quick`` fewer steps, and no sequence parallelism, whose plans take seconds."""
+    steps, ways = (QUICK_STEPS, [False]) if quick else (STEPS, [False, True])
+    return [Case(kind, dtype, steps, sequence_parallel=along) for kind in SHAPES for dtype in dtypes for along in ways]
 
 
 def degrees_of(world_size: int, same_bits: int) -> list[int]:
@@ -175,10 +184,12 @@ class Verdict:
         if self.differences:
             return "\n".join([f"NOT the same bits (same_bits={self.same_bits}):", *map(str, self.differences)])
         kinds, dtypes = ([*dict.fromkeys(getattr(one, name) for one in self.cases)] for name in ("kind", "dtype"))
+        along = any(case.sequence_parallel for case in self.cases)
         return (
             f"The same bits at tensor-parallel degrees {_listed(self.degrees)} (same_bits={self.same_bits}) on every "
             f"rank: {self.compared:,} losses, gradients, norms and parameters of {self.cases[0].steps} steps of AdamW "
-            f"with clipping and dropout, of {_listed(kinds)}, in {_listed(dtypes)}."
+            f"with clipping and dropout, of {_listed(kinds)}, in {_listed(dtypes)}"
+            f"{', with sequence parallelism and without' if along else ''}."
         )
 
     def to_json(self) -> dict[str, object]:

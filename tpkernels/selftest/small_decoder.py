@@ -102,7 +102,8 @@ class _Layer(nn.Module):
 class _Attention(nn.Module):
     def __init__(self, kind: str, shape: Shape) -> None:
         super().__init__()
-        self.rotary, self.head_dim = kind == "llama", shape.width // shape.heads
+        self.rotary = self.grouped = kind == "llama"
+        self.head_dim = shape.width // shape.heads
         kv = shape.width // 2 if kind == "llama" else shape.width
         bias = kind == "gpt"
         self.query, self.out = (nn.Linear(shape.width, shape.width, bias=bias) for _ in range(2))
@@ -115,8 +116,7 @@ class _Attention(nn.Module):
         if self.rotary:
             at = torch.arange(x.shape[1], device=x.device)
             q, k = apply_rotary(q, at), apply_rotary(k, at)
-        grouped = self.query.weight.shape != self.key.weight.shape
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
         result: Tensor = self.out(y.transpose(1, 2).flatten(-2))
         return result
 
