@@ -18,6 +18,7 @@ from tpkernels.errors import UnsupportedProblem
 from tpkernels.gemm import canonical, fp8
 from tpkernels.gemm.canonical import Subtree
 from tpkernels.gemm.fp8 import Operand
+from tpkernels.gemm.room import room
 from tpkernels.ops.contract import (
     GATED,
     AllGatherMatmul,
@@ -67,7 +68,11 @@ class Columns(Epilogue):
         matrices = [cast(Operand, matrix) for matrix in call.matrices]
         self._panels = [canonical.panels(matrix.shape[1], blocks) for matrix in matrices]
         self._blocks = [
-            [canonical.matrix_block(canonical.part_of(matrix, slice(None), panel)) for panel in panels]
+            [
+                part if isinstance(part, Tensor) else canonical.matrix_block(part)
+                for panel in panels
+                for part in [canonical.part_of(matrix, slice(None), panel)]
+            ]
             for matrix, panels in zip(matrices, self._panels, strict=True)
         ]
 
@@ -75,7 +80,9 @@ class Columns(Epilogue):
         """``gathered``: one chunk of :func:`~tpkernels.gemm.canonical.row_chunks`, from row ``start`` on."""
         call, rows = self.call, slice(start, start + gathered.shape[0])
         # Of fp8 features each part has the same scale: the op compares them.
-        x = canonical.dense_rows(fp8.unpack_alike(gathered, call.packed) if call.packed else gathered, "rows")
+        x: Operand = gathered
+        if call.packed:
+            x = canonical.dense_rows(fp8.unpack_alike(gathered, call.packed), "rows")
         if call.gated:
             assert call.activation is not None
             for block, panel in enumerate(self._panels[0]):
@@ -84,15 +91,29 @@ class Columns(Epilogue):
             return
         for i, panels in enumerate(self._panels):
             for block, panel in enumerate(panels):
-                self.outs[i][rows, panel] = activation_forward(call.activation, self._product(i, block, x, rows))
+                out = self.outs[i][rows, panel]
+                if call.activation is None and isinstance(x, Tensor):
+                    self._multiply(i, block, x, out)
+                else:
+                    out.copy_(activation_forward(call.activation, self._product(i, block, x, rows)))
 
     def _product(self, i: int, block: int, x: Operand, rows: slice, place: str = "product") -> Tensor:
+        """Until the thread's next one in this place."""
         panel, bias = self._panels[i][block], self.call.biases[i]
-        part = None if bias is None else canonical.dense(bias[panel])
-        found = canonical.product(x, self._blocks[i][block], part, place)
+        if isinstance(x, Tensor):  # dense: activations are computed in another way where there are gaps
+            found = room(place, (x.shape[0], panel.stop - panel.start), x.dtype)
+            self._multiply(i, block, x, found)
+        else:
+            part = None if bias is None else canonical.dense(bias[panel])
+            found = canonical.product(x, self._blocks[i][block], part, place)
         if self.preactivations:
             self.preactivations[i][rows, panel] = found
         return found
+
+    def _multiply(self, i: int, block: int, x: Tensor, out: Tensor) -> None:
+        bias, matrix = self.call.biases[i], self._blocks[i][block]
+        assert isinstance(matrix, Tensor)
+        canonical.multiply(x, matrix, out, None if bias is None else bias[self._panels[i][block]])
 
 
 class Arrivals:

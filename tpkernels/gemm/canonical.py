@@ -45,7 +45,7 @@ import torch
 from torch import Tensor
 
 from tpkernels.errors import UnsupportedProblem
-from tpkernels.gemm import fp8, tree_sum
+from tpkernels.gemm import fp8, gaps, tree_sum
 from tpkernels.gemm.fp8 import Operand, Scaled
 from tpkernels.gemm.room import room
 
@@ -64,6 +64,7 @@ __all__ = [
     "describe",
     "describe_experts",
     "matrix_block",
+    "multiply",
     "panels",
     "part_of",
     "product",
@@ -83,7 +84,8 @@ COLUMNS = 512
 """Columns of a call whose contraction is cut; 1024 were no faster."""
 LEAVES = 8
 """Blocks whose products are kept until one pass adds them."""
-_ALIGNMENT = 64
+VECTOR = 64
+"""Elements that a loop of torch's takes at once, at most: two vectors of 32 bf16 numbers."""
 
 
 def check_blocks(same_bits: int, world_size: int) -> None:
@@ -184,7 +186,7 @@ def dense(x: Tensor, place: str = "") -> Tensor:
     ``place``: in the thread's room (:func:`tpkernels.gemm.room.room`), of a copy that nobody keeps.
     """
     strides = (x.shape[1], 1) if x.dim() == 2 else (1,)
-    if x.stride() == strides and x.data_ptr() % _ALIGNMENT == 0:
+    if x.stride() == strides and x.data_ptr() % gaps.ALIGNMENT == 0:
         return x
     if place:
         return room(place, x.shape, x.dtype).copy_(x)
@@ -233,37 +235,52 @@ def product(x: Operand, block: Operand, bias: Tensor | None = None, place: str =
     return torch.mm(x, block, out=out) if bias is None else torch.addmm(bias, x, block, out=out)
 
 
+def multiply(x: Tensor, matrix: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
+    """``out = x @ matrix + bias`` with the bits of a call with dense operands and a dense result.
+
+    Any of the three may be a part of something; each is dense in one of its dimensions.
+    """
+    part = None if bias is None else dense(bias)
+    if gaps.keeps_bits(x, matrix, out, part):
+        gaps.call(x, matrix, out, part)
+    else:
+        out.copy_(product(_in_one_form(x, "rows"), _in_one_form(matrix, "panel"), part, "dense product"))
+
+
 def columns_of_product(
     x: Operand, matrix: Operand, bias: Tensor | None, blocks: int, *, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """``x @ matrix + bias``, a call for each of the ``blocks`` blocks of columns and each chunk of rows.
+    """``x @ matrix + bias``, a call for each of the ``blocks`` blocks of columns; of fp8 also for each chunk of rows.
 
     ``out_dtype``: of the result, if x is fp8.
     """
     like, every = x.like(out_dtype) if isinstance(x, Scaled) else x, slice(None)
     out = like.new_empty(x.shape[0], matrix.shape[1])
     for panel in panels(matrix.shape[1], blocks):
-        block = matrix_block(part_of(matrix, every, panel), "panel")
-        part = None if bias is None else dense(bias[panel])
+        columns, part = part_of(matrix, every, panel), None if bias is None else bias[panel]
+        if isinstance(x, Tensor) and isinstance(columns, Tensor):
+            multiply(x, columns, out[:, panel], part)
+            continue
+        block = matrix_block(columns, "panel")
         for low, high in row_chunks(x.shape[0]):
             rows = dense_rows(part_of(x, slice(low, high), every), "rows")
-            out[low:high, panel] = product(rows, block, part)
+            out[low:high, panel] = product(rows, block, None if part is None else dense(part))
     return out
 
 
 def weight_gradient(dz: Tensor, x: Tensor, blocks: int) -> Tensor:
     """dz^T x, a call for each of the ``blocks`` blocks of dz's columns."""
-    out, x = x.new_empty(dz.shape[1], x.shape[1]), dense(x)
+    out = x.new_empty(dz.shape[1], x.shape[1])
     for panel in panels(dz.shape[1], blocks):
-        torch.mm(dense(dz[:, panel], "panel").t(), x, out=out[panel])
+        multiply(dz[:, panel].t(), x, out[panel])
     return out
 
 
 def weight_gradient_of_row(dy: Tensor, x: Tensor, blocks: int) -> Tensor:
     """dy^T x, a call for each of the ``blocks`` blocks of x's columns."""
-    out, dy = x.new_empty(dy.shape[1], x.shape[1]), dense(dy)
+    out = x.new_empty(dy.shape[1], x.shape[1])
     for panel in panels(x.shape[1], blocks):
-        out[:, panel] = product(dy.t(), dense(x[:, panel], "panel"))
+        multiply(dy.t(), x[:, panel], out[:, panel])
     return out
 
 
@@ -307,8 +324,9 @@ class Subtree:
         self._columns = [panels(x.shape[1], blocks) for x in xs]
         self._blocks = [
             [
-                matrix_block(part_of(matrix, panel, slice(None)), f"matrix {i} {block}")
+                part if isinstance(part, Tensor) else matrix_block(part, f"matrix {i} {block}")
                 for block, panel in enumerate(panels(matrix.shape[0], blocks))
+                for part in [part_of(matrix, panel, slice(None))]
             ]
             for i, matrix in enumerate(matrices)
         ]
@@ -328,7 +346,11 @@ class Subtree:
 
     def _compute(self, low: int, high: int) -> None:
         operands = [
-            [dense_rows(part_of(x, slice(low, high), panel), f"rows {i} {b}") for b, panel in enumerate(columns)]
+            [
+                part if isinstance(part, Tensor) else dense_rows(part, f"rows {i} {b}")
+                for b, panel in enumerate(columns)
+                for part in [part_of(x, slice(low, high), panel)]
+            ]
             for i, (x, columns) in enumerate(zip(self._xs, self._columns, strict=True))
         ]
         for left in range(0, self.sums.shape[1], COLUMNS):
@@ -346,6 +368,10 @@ class Subtree:
         parts: list[Tensor] = []
         for block in blocks:
             for x, matrices in zip(operands, self._blocks, strict=True):
-                columns = part_of(matrices[block], slice(None), place)
-                parts.append(product(x[block], columns, place=f"leaf {len(parts)}"))
+                rows, columns, leaf = x[block], part_of(matrices[block], slice(None), place), f"leaf {len(parts)}"
+                if isinstance(rows, Tensor) and isinstance(columns, Tensor):
+                    parts.append(room(leaf, (rows.shape[0], columns.shape[1]), rows.dtype))
+                    multiply(rows, columns, parts[-1])
+                else:
+                    parts.append(product(rows, columns, place=leaf))
         tree_sum.of_products(parts, sums, len(operands))

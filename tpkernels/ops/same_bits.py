@@ -18,6 +18,7 @@ from tpkernels.comm.groups import Group, GroupLike, group_size, resolve
 from tpkernels.comm.same_bits import same_bits_of
 from tpkernels.errors import UnsupportedProblem
 from tpkernels.gemm import canonical
+from tpkernels.gemm.canonical import VECTOR
 from tpkernels.ops import agreed_call, main_grad
 from tpkernels.ops.contract import (
     GATED,
@@ -42,10 +43,6 @@ __all__ = [
     "sinks_of",
     "weight_gradients",
 ]
-
-
-VECTOR = 64
-"""Elements that a loop of torch's takes at once, at most: two vectors of 32 bf16 numbers."""
 
 
 def blocks_of(group: Group) -> int:
@@ -172,7 +169,11 @@ def _gradients(activation: str, dys: Sequence[Tensor], before: Sequence[Tensor])
 
 
 def _by_panels(function: Callable[..., list[Tensor]], blocks: int, *operands: Tensor) -> list[Tensor]:
+    """An elementwise function; where a loop takes all elements of a block alike, as :func:`check_parts` says, at once:
+    parts and what is put together of them are passes over memory."""
     shape = operands[0].shape
+    if operands[0].numel() // blocks % VECTOR == 0:
+        return function(*[operand.contiguous() for operand in operands])
     flat = [operand.reshape(-1, shape[-1]) for operand in operands]
     return [out.view(shape) for out in canonical.by_panels(function, blocks, *flat)]
 

@@ -27,10 +27,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from tpkernels.errors import UnsupportedProblem
+from tpkernels.gemm.canonical import VECTOR
 from tpkernels.nn.block_copies import copies_for_blocks
 from tpkernels.nn.random import _mix
 from tpkernels.nn.replicated import BY_BLOCKS
-from tpkernels.ops.same_bits import VECTOR
 from tpkernels.sharding.randomness import SEEDS
 
 __all__ = ["SequenceBlocks"]
