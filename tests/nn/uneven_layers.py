@@ -119,9 +119,12 @@ def sizes_of(of: Draw, layer: Any, degree: int) -> tuple[int, ...]:
     return cast("tuple[int, ...]", inner.shard_sizes)
 
 
-def run(of: Draw, degree: int) -> dict[str, Tensor]:
-    """What the layer gives at a degree, forward and backward; whole."""
-    group = groups()[degree]
+def run(of: Draw, degree: int, group: Any = None) -> dict[str, Tensor]:
+    """What the layer gives at a degree, forward and backward; whole.
+
+    ``group``: of so many ranks; by default one that stays.
+    """
+    group = groups()[degree] if group is None else group
     rank, (plain, layer) = dist.get_rank(group), layer_of(of, group)
     sizes = sizes_of(of, layer, degree)
     segments = 2 if of.kind == "packed" else 1

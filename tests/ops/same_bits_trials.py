@@ -23,19 +23,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.kept_mesh import once_per_pool
 from tests.nn import uneven_layers
 from tests.ops import same_bits, test_same_bits_experts
 from tests.ops.same_bits import SAME_BITS, Cut, Result, bits, part
-from tests.ops.support import IMPLEMENTATIONS, new_group
+from tests.ops.support import IMPLEMENTATIONS
 from tests.ops.test_same_bits_experts import Mixture
 from tpkernels.comm.groups import resolve
 from tpkernels.gemm import fp8
 from tpkernels.measure import report
-from tpkernels.testing.spawn import Pools
+from tpkernels.testing.spawn import Pools, RanksFailed
 
 DEGREES = (1, 2, 4, 8)
 BATCH = 240
@@ -77,13 +79,21 @@ def implementation_of(seed: int, world: int) -> str:
     return IMPLEMENTATIONS[(seed + world.bit_length()) % len(IMPLEMENTATIONS)]
 
 
+@once_per_pool
+def kept_group() -> Any:
+    """One that stays: DTensors of one process remember the groups of meshes that are equal."""
+    group = dist.new_group()
+    resolve(group).keep_same_bits(SAME_BITS)
+    return group
+
+
 def run(seeds: Sequence[int], fault: str | None = None) -> Found:
     """On every rank; ``fault``: one of :data:`tests.ops.same_bits.FAULTS`."""
-    world, found = dist.get_world_size(), Found()
+    world, found, group = dist.get_world_size(), Found(), kept_group()
     for implementation in IMPLEMENTATIONS:
-        chunks = 2 + seeds[0] % 4 if implementation == "chunked" else None
-        with new_group(chunks) as group, same_bits.seeded(fault):
-            resolve(group).keep_same_bits(SAME_BITS)
+        with pytest.MonkeyPatch.context() as patch, same_bits.seeded(fault):
+            if implementation == "chunked":
+                patch.setenv("TPKERNELS_NUM_CHUNKS", str(2 + seeds[0] % 4))
             for seed in seeds:
                 if implementation_of(seed, world) == implementation:
                     try:
@@ -99,7 +109,7 @@ def results_of(shape: Shape, group: Any, implementation: str) -> list[Result]:
         return same_bits.run(shape, group, implementation)
     if isinstance(shape, Mixture):
         return test_same_bits_experts.run(shape, group, implementation)
-    return [(name, "same", value) for name, value in uneven_layers.run(shape, dist.get_world_size()).items()]
+    return [(name, "same", value) for name, value in uneven_layers.run(shape, dist.get_world_size(), group).items()]
 
 
 def digests(cut: Cut, value: Tensor) -> Any:
@@ -164,10 +174,13 @@ def compare(
 
 
 def compare_all(pools: Pools, seeds: Sequence[int]) -> Iterator[Summary]:
-    """What was found so far, batch by batch."""
+    """What was found so far, batch by batch; a batch of which a shape raised counts as a difference."""
     summary = Summary()
     for first in range(0, len(seeds), BATCH):
-        compare(pools, seeds[first : first + BATCH], summary)
+        try:
+            compare(pools, seeds[first : first + BATCH], summary)
+        except RanksFailed as error:
+            summary.differences.append(str(error))
         yield summary
 
 
