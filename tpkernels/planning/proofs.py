@@ -10,7 +10,7 @@ largest one cuts: code with a literal number of heads runs on one rank, and does
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -20,7 +20,7 @@ from tpkernels.planning.hypotheses import Attributes, Proof, Whole
 from tpkernels.planning.layer_groups import Group, find_groups
 from tpkernels.planning.part_norms import Rms, find_norms
 from tpkernels.planning.replay import Replay, Role, unlike_ranks
-from tpkernels.planning.search import Search
+from tpkernels.planning.search_again import SearchAgain
 from tpkernels.planning.session import Scope
 from tpkernels.planning.shadow import MODES, Mode, Shadow
 from tpkernels.planning.splits import HandedOn, Unproven, divisor
@@ -95,23 +95,23 @@ class _Decider:
     ) -> None:
         self.observation, self.shadow, self.recording = observation, shadow, recording
         self.world_size, self.excluded, self.forced = world_size, excluded, forced
-        self.search = Search(shadow, recording, world_size)
+        self.search = SearchAgain(shadow, recording, world_size)
         self.scopes: dict[Group, str] = {}
         """The modules around the groups."""
         self.decision = Decision()
         self.whole_inputs, self.says_all = False, True
-        self._allowed: Container[Group] | None = None
+        self._widest: Mapping[Group, Proof] | None = None
 
     def run(self, widest: Decision | None) -> Decision:
         """``widest``: what the largest number of ranks decided, where this is a smaller one."""
         if widest is not None:
-            self._allowed = widest.proven.keys()
+            self._widest = widest.proven
             self.decision.refused |= widest.refused
             self.decision.adapters |= widest.adapters
             self.decision.conflicts += widest.conflicts
         for mode, recording in self.observation.firsts:
             if recording is not self.recording:
-                self.search = Search(self.shadow, recording, self.world_size)
+                self.search = SearchAgain(self.shadow, recording, self.world_size)
             self.search.whole_inputs, self.search.says_all = self.whole_inputs, self.says_all
             self.shadow.set_mode(mode)
             waiting = self._prove_alone(recording)
@@ -135,7 +135,7 @@ class _Decider:
         for group in sorted(groups, key=lambda group: group in small or self._is_narrow(group)):
             if group in self.decision.refused or not self.search.is_called(group):
                 continue
-            if self._allowed is not None and group not in self._allowed:
+            if self._widest is not None and group not in self._widest:
                 continue
             layers = set(group.layers)
             given = (*group.feeders, *group.summed)
@@ -156,7 +156,7 @@ class _Decider:
             key = self.search.signature(group, scope)
             if key not in found:
                 try:
-                    found[key] = group, scope, self.search.prove(group)
+                    found[key] = group, scope, self._proof(group)
                 except Unproven as error:
                     found[key] = error
             known = found[key]
@@ -172,6 +172,9 @@ class _Decider:
             used |= layers | set(proof.feeders)
             self.decision.proven[group] = proof
         return waiting
+
+    def _proof(self, group: Group) -> Proof:
+        return self.search.prove(group) if self._widest is None else self.search.prove_like(group, self._widest[group])
 
     def _is_narrow(self, group: Group) -> bool:
         """Whether it is a pair like the A and B of LoRA, which a cut serves little: larger groups come first."""
