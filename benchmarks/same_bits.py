@@ -11,8 +11,9 @@ one machine; it assumes of the library only that equal calls give equal bits (ro
 `cost`: with `same_bits=8` against without, in turns in one run, one thread per rank: the ops of a layer's two GEMMs,
 forward and backward; the sequence-parallel MLP block of target P3 (`mlp_block.py`); and a training step of the model of
 `tpkernels profile`, cut with sequence parallelism, with torch's AdamW.  Results of ops and block are compared before
-they are timed.  With `--ranks 1` the other side is `F.linear`.  With `--netlab` it also says which share of the block's
-bytes, with and without, crossed the link while a GEMM was executing.
+they are timed; the last column has CPU time of the first rank, which says more on a busy machine.  With `--ranks 1` the
+other side is `F.linear`.  With `--netlab` it also says which share of the block's bytes, with and without, crossed the
+link while a GEMM was executing.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ import json
 import random
 import statistics
 import sys
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +51,7 @@ CASES = ((256, 1024, 4096), (2048, 1024, 4096), (512, 2048, 8192))
 """Rows, features of the residual, features between the two GEMMs."""
 BLOCK = (2048, 2048, 8192)
 """The same of P3."""
+WHATS = ("ops", "P3 block", "training")
 RECORDED = 3
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SIZES = (1, 2, 3, 4, 5, 7, 8, 16, 24, 48, 64, 100, 128, 200, 256, 300, 384)
@@ -175,7 +179,22 @@ def recorded(both: dict[str, Any]) -> list[RankTrace]:
     return traces
 
 
-def ranked(repeats: int, dtypes: list[str]) -> tuple[list[dict[str, Any]], list[tuple[int, list[RankTrace]]]]:
+class CpuSeconds:
+    """A function, and the CPU seconds of this process in each of its calls: on a busy machine they say more."""
+
+    def __init__(self, run: Callable[[], object]) -> None:
+        self.run, self.seconds = run, list[float]()
+
+    def __call__(self) -> object:
+        before = time.process_time()
+        found = self.run()
+        self.seconds.append(time.process_time() - before)
+        return found
+
+
+def ranked(
+    repeats: int, dtypes: list[str], only: list[str]
+) -> tuple[list[dict[str, Any]], list[tuple[int, list[RankTrace]]]]:
     """The rows, and of the rows of blocks the timelines."""
     tpk.init(device="cpu")
     torch.set_num_threads(1)
@@ -184,13 +203,20 @@ def ranked(repeats: int, dtypes: list[str]) -> tuple[list[dict[str, Any]], list[
     found: list[dict[str, Any]] = []
     traces = []
     for dtype in (DTYPES[name] for name in dtypes):
-        rows = [("ops", case, candidates(*case, dtype, groups)) for case in CASES]
+        rows: list[tuple[str, tuple[int, int, int], Callable[[], dict[str, Any]]]] = []
+        rows += [("ops", case, partial(candidates, *case, dtype, groups)) for case in CASES]
         if dist.get_world_size() > 1:
-            rows += [("P3 block", BLOCK, blocks(dtype, groups)), ("training", (0, 0, 0), training_steps(dtype, groups))]
-        for what, case, both in rows:
+            rows += [
+                ("P3 block", BLOCK, partial(blocks, dtype, groups)),
+                ("training", (0, 0, 0), partial(training_steps, dtype, groups)),
+            ]
+        for what, case, make in (row for row in rows if row[0] in only):
+            both = make()
             if what != "training":
                 agree(both)
-            times = measure(both, repeats=repeats, warmup=1)
+            counted = {name: CpuSeconds(run) for name, run in both.items()}
+            times = measure(counted, repeats=repeats, warmup=1)
+            of_cpu = [on / off for on, off in zip(counted["on"].seconds[1:], counted["off"].seconds[1:], strict=True)]
             if what == "P3 block":
                 traces.append((len(found), recorded(both)))
             ratios = [on / off for on, off in zip(times["on"].seconds, times["off"].seconds, strict=True)]
@@ -198,6 +224,7 @@ def ranked(repeats: int, dtypes: list[str]) -> tuple[list[dict[str, Any]], list[
                 "what": what, "rows": case[0], "width": case[1], "inner": case[2],
                 "dtype": str(dtype).removeprefix("torch."),
                 "ratio": statistics.median(ratios), "ratio_quartiles": statistics.quantiles(ratios, n=4)[::2],
+                "ratio_of_cpu_time": statistics.median(of_cpu),
                 "times": {name: report.measurement_to_json(time) for name, time in times.items()},
             }  # fmt: skip
             found.append(row)
@@ -206,9 +233,9 @@ def ranked(repeats: int, dtypes: list[str]) -> tuple[list[dict[str, Any]], list[
     return found, traces
 
 
-def in_netlab(rate: str, repeats: int, dtypes: list[str]) -> list[dict[str, Any]]:
+def in_netlab(rate: str, repeats: int, dtypes: list[str], only: list[str]) -> list[dict[str, Any]]:
     with Netlab(2, rate=rate, sample_interval_s=0.002) as lab:
-        per_rank = lab.run(ranked, repeats, dtypes, timeout=3000)
+        per_rank = lab.run(ranked, repeats, dtypes, only, timeout=3000)
     results: list[dict[str, Any]] = per_rank[0][0]
     hidden: dict[int, dict[str, list[float]]] = {}
     for _, of_rank in per_rank:
@@ -225,7 +252,7 @@ def in_netlab(rate: str, repeats: int, dtypes: list[str]) -> list[dict[str, Any]
 def line(row: dict[str, Any]) -> str:
     off, on = (row["times"][name]["median_ms"] for name in ("off", "on"))
     sizes = f"{row['dtype']:<10}{row['what']:<10}{row['rows']:>6}{row['width']:>7}{row['inner']:>7}"
-    return f"{sizes}{off:>10.1f}{on:>10.1f}{row['ratio']:>10.2f}"
+    return f"{sizes}{off:>10.1f}{on:>10.1f}{row['ratio']:>10.2f}{row['ratio_of_cpu_time']:>10.2f}"
 
 
 def main() -> int:
@@ -235,6 +262,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--netlab", metavar="RATE", help="two hosts of the network lab, one rank each")
     parser.add_argument("--dtype", action="append", choices=tuple(DTYPES), help="repeatable; default: both")
+    parser.add_argument("--only", action="append", choices=WHATS, help="repeatable; default: all")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
@@ -246,14 +274,15 @@ def main() -> int:
             print(f"{what:<30}" + "".join(f"{dtype:>10} {counts!s:<14}" for dtype, counts in by_dtype.items()))
     else:
         print(
-            f"{'dtype':<10}{'what':<10}{'rows':>6}{'width':>7}{'inner':>7}{'off ms':>10}{'on ms':>10}{'on / off':>10}",
+            f"{'dtype':<10}{'what':<10}{'rows':>6}{'width':>7}{'inner':>7}{'off ms':>10}{'on ms':>10}{'on / off':>10}"
+            f"{'of CPU':>10}",
             flush=True,
         )
-        dtypes = args.dtype or list(DTYPES)
+        dtypes, only = args.dtype or list(DTYPES), args.only or list(WHATS)
         if args.netlab:
-            results = in_netlab(args.netlab, args.repeats, dtypes)
+            results = in_netlab(args.netlab, args.repeats, dtypes, only)
         else:
-            results = tpk.launch(ranked, args.ranks, args.repeats, dtypes)[0][0]
+            results = tpk.launch(ranked, args.ranks, args.repeats, dtypes, only)[0][0]
     if args.json:
         setup = {"world_size": args.ranks if args.what == "cost" else 1, "threads": 1, "repeats": args.repeats}
         setup |= {"rate": args.netlab} if args.netlab else {}

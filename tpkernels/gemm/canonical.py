@@ -4,8 +4,8 @@ Let B be the largest degree whose results are to agree (``same_bits``, a power o
 A dimension that tensor parallelism cuts has B blocks of one size, and a rank owns B/W consecutive ones.  Owns the rules
 by which every rank of every degree makes the same library calls, and adds their results in the same order::
 
-    columns cut      y[:, b]  = x @ w[b]^T                          a call per block b of N and chunk of ROWS rows
-    contraction cut  y        = tree over b of (x[:, b] @ w[:, b]^T)  a call per block b of K, chunk and COLUMNS columns
+    columns cut      y[:, b]  = x @ w[b]^T                          a call per block b of N; in a gather per chunk, too
+    contraction cut  y        = tree over b of (x[:, b] @ w[:, b]^T)  a call per block b of K, ROWS rows and COLUMNS columns
     weight, N cut    dw[b]    = dz[:, b]^T @ x                      a call per block
     weight, K cut    dw[:, b] = dy^T @ x[:, b]                      a call per block
     bias, N cut      db[b]    = sum over rows of dz[:, b]           a call per block
@@ -32,7 +32,8 @@ two threads instead of one                      2, 1, 2      1, 0, 1      3, 4, 
 
 No shape is safe for fp32 but the same shape.  So nothing here rests on a library's habits: a call has the same sizes,
 strides, alignment, contents and number of threads at every degree, and the only assumption is that a call with all of
-these equal gives equal bits.  Strides and alignment cost a copy of what is not dense.
+these equal gives equal bits.  Strides and alignment would cost a copy of what has gaps: :mod:`tpkernels.gemm.gaps`
+asks the library whether they matter.
 
 Refuses: more than one thread (:func:`check_threads`), blocks of unequal size, devices other than the CPU.
 """
@@ -123,7 +124,7 @@ def describe(m: int, n: int, k: int, itemsize: int, world_size: int, same_bits: 
     blocks, chunks = same_bits // world_size, -(-m // ROWS)
     if gathers:
         count, shape = blocks * chunks, (min(m, ROWS), k, n // same_bits)
-        then = "operands that are not dense are copied"
+        then = "parts with gaps are copied where the library needs it"
     else:
         count, shape = blocks * chunks * -(-n // COLUMNS), (min(m, ROWS), k // same_bits, min(n, COLUMNS))
         then = _of_sums(itemsize, blocks)
