@@ -5,7 +5,7 @@ A dimension that tensor parallelism cuts has B blocks of one size, and a rank ow
 by which every rank of every degree makes the same library calls, and adds their results in the same order::
 
     columns cut      y[:, b]  = x @ w[b]^T                          a call per block b of N; in a gather per chunk, too
-    contraction cut  y        = tree over b of (x[:, b] @ w[:, b]^T)  a call per block b of K, ROWS rows and COLUMNS columns
+    contraction cut  y        = tree over b of (x[:, b] @ w[:, b]^T)  a call per block b of K, ROWS and COLUMNS
     weight, N cut    dw[b]    = dz[:, b]^T @ x                      a call per block
     weight, K cut    dw[:, b] = dy^T @ x[:, b]                      a call per block
     bias, N cut      db[b]    = sum over rows of dz[:, b]           a call per block

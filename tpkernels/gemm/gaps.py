@@ -84,9 +84,8 @@ def _keeps_bits(dtype: torch.dtype, has_bias: bool, *forms: Any) -> bool:
         bias = torch.randn(out.sizes[1], generator=generator).to(dtype) if has_bias else None
         results = []
         for left, right, target in (given, dense):
-            operands = [form.filled(value) for form, value in zip((left, right), values, strict=True)]
             found = target.filled(values[0].new_zeros(out.sizes))
-            call(*operands, found, bias)
+            call(left.filled(values[0]), right.filled(values[1]), found, bias)
             results.append(found.contiguous().view(torch.uint8))
     return torch.equal(*results)
 

@@ -80,7 +80,7 @@ def linear(group: Group, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
     return canonical.columns_of_product(x, weight.t(), bias, blocks)
 
 
-def sinks_of(group: GroupLike, weights: Sequence[Tensor]) -> list[Sink | None]:
+def sinks_of(group: GroupLike | str, weights: Sequence[Tensor]) -> list[Sink | None]:
     """:func:`tpkernels.ops.main_grad.sinks_of`, for the context of a call with a gradient.
 
     Raises:
