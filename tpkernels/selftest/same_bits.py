@@ -105,9 +105,8 @@ def _gradient_of(parameter: Tensor) -> Tensor:
 
 
 def cases(dtypes: Sequence[str], *, quick: bool) -> list[Case]:
-    """What is trained; with ``quick`` fewer steps, and no sequence parallelism, whose plans take seconds."""
-    steps, ways = (QUICK_STEPS, [False]) if quick else (STEPS, [False, True])
-    return [Case(kind, dtype, steps, sequence_parallel=along) for kind in SHAPES for dtype in dtypes for along in ways]
+    """What is trained; with ``quick`` fewer steps."""
+    return [Case(kind, dtype, QUICK_STEPS if quick else STEPS) for kind in SHAPES for dtype in dtypes]
 
 
 def degrees_of(world_size: int, same_bits: int) -> list[int]:
@@ -184,12 +183,10 @@ class Verdict:
         if self.differences:
             return "\n".join([f"NOT the same bits (same_bits={self.same_bits}):", *map(str, self.differences)])
         kinds, dtypes = ([*dict.fromkeys(getattr(one, name) for one in self.cases)] for name in ("kind", "dtype"))
-        along = any(case.sequence_parallel for case in self.cases)
         return (
             f"The same bits at tensor-parallel degrees {_listed(self.degrees)} (same_bits={self.same_bits}) on every "
             f"rank: {self.compared:,} losses, gradients, norms and parameters of {self.cases[0].steps} steps of AdamW "
-            f"with clipping and dropout, of {_listed(kinds)}, in {_listed(dtypes)}"
-            f"{', with sequence parallelism and without' if along else ''}."
+            f"with clipping and dropout, of {_listed(kinds)}, in {_listed(dtypes)}."
         )
 
     def to_json(self) -> dict[str, object]:
