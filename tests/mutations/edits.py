@@ -106,7 +106,7 @@ EDITS = (
     ),
     # messages between ranks
     Edit("comm/transport.py", "(signature_id % MAX_SIGNATURES) << 18", "0 << 18", f"{FAILURES} {AGREEMENT}"),
-    Edit("comm/transport.py", "tag + chunk), posted)", "tag), posted)", CHUNKED),
+    Edit("comm/transport.py", "start([tensor], peer, tag + chunk)", "start([tensor], peer, tag)", CHUNKED),
     Edit("comm/transport.py", "self.target.copy_(self.tensor)", "pass", "tests/comm/test_transport_on_cuda.py"),
     Edit(EXCHANGE, "low, high = self.rows(mine, chunk)", "low, high = self.rows(mine, 0)", CHUNKED),
     Edit(EXCHANGE, "for rank in range(self.group.size):", "for rank in reversed(range(self.group.size)):", UNFUSED),

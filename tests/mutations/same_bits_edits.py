@@ -11,7 +11,7 @@ UNEVEN = "tests/nn/test_same_bits.py"
 EXPERTS, DEALT = "tests/sharding/test_same_bits_experts.py", "tests/ops/test_same_bits_experts.py"
 
 SAME_BITS = (
-    Edit(CANONICAL, 'place=f"leaf {len(parts)}"', 'place="leaf"', f"{BITS} -k every_op"),
+    Edit(CANONICAL, 'f"leaf {len(parts)}"', '"leaf"', f"{BITS} -k every_op"),
     Edit(
         "gemm/tree_sum.py",
         "zip(parts[::2], parts[1::2], strict=True)",
@@ -25,6 +25,7 @@ SAME_BITS = (
         "part = bias\n",
         f"{BITS} -k strides",
     ),
+    Edit("gemm/gaps.py", "return torch.equal(*results)", "return True", "tests/gemm/test_gaps.py -k other_bits"),
     Edit(CANONICAL, "block * width, (block + 1) * width", "block * width, size", f"{BITS} -k values"),
     Edit(
         "dispatch.py",
@@ -44,6 +45,24 @@ SAME_BITS = (
         "in local.chunk(blocks, placement.dim)]",
         "in local.chunk(1, placement.dim)]",
         f"{TRAINED} -k gpt",
+    ),
+    Edit(
+        "planning/proofs.py",
+        "dict.fromkeys((divisor(world_size), world_size))",
+        "(world_size,)",
+        "tests/planning/test_degrees.py -k largest_number",
+    ),
+    Edit(
+        "planning/proofs.py",
+        " if self._widest is None else self.search.prove_like(group, self._widest[group])",
+        "",
+        "tests/planning/test_degrees.py -k grouped",
+    ),
+    Edit(
+        "ops/same_bits.py",
+        "wanted and (same_bits := same_bits_of(group))",
+        "wanted and (same_bits := same_bits_of(group)) > 8",
+        "tests/ops/test_same_bits_main_grad.py",
     ),
     Edit("nn/blocks.py", "self.counts[rank * own : (rank + 1) * own]", "self.counts[:own]", f"{UNEVEN} -k sizes"),
     Edit("nn/blocks.py", "block * self.places + units", "units", f"{UNEVEN} -k sizes"),
