@@ -48,11 +48,14 @@ class GroupedHeads(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.head_dim = 8
         self.query, self.out = nn.Linear(64, 160), nn.Linear(160, 64)
         self.key, self.value = nn.Linear(64, 80), nn.Linear(64, 80)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (of(x).unflatten(-1, (-1, 8)).transpose(1, 2) for of in (self.query, self.key, self.value))
+        q, k, v = (
+            of(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for of in (self.query, self.key, self.value)
+        )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return cast(Tensor, x + self.out(y.transpose(1, 2).flatten(2)))
 
@@ -62,7 +65,8 @@ def test_grouped_heads_are_cut_at_every_number_of_ranks_as_at_the_largest() -> N
     x = torch.zeros(2, 16, 64)
     plans = [tpk.make_plan(GroupedHeads(), world, example_inputs=x, same_bits=SAME_BITS) for world in (8, 1)]
     assert all(plan.styles == plans[0].styles for plan in plans), [plan.styles for plan in plans]
-    assert isinstance(plans[0]["query"].style, Column), plans[0]["query"]
+    query = plans[0]["query"].style
+    assert isinstance(query, Column) and not query.gather_output and query.unit == 8, plans[0]["query"]
 
 
 @pytest.mark.gloo
