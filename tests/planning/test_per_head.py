@@ -222,7 +222,8 @@ def test_a_registered_class_that_holds_more_stays_whole(_registered: None) -> No
 def test_what_any_of_several_calls_runs_is_cut_and_the_plan_holds_for_all() -> None:
     text, image = torch.zeros(2, 5, 8), torch.zeros(2, 3, 8)
     alone = tpk.make_plan(per_head.Towers(), 2, example_inputs=text)
-    assert alone["text.0"].style == Column() and alone["image.0"].style == Replicate()
+    assert alone["text.0"].style == Column() and alone["image.0"].style == Column(gather_output=True)
+    assert "not called by the example" in alone["image.0"].reason
     both = tpk.make_plan(per_head.Towers(), 2, example_inputs=[(text,), {"text": text, "image": image}])
     assert both["text.0"].style == both["image.0"].style == Column() and both["image.2"].style == Row()
     assert "text 2x5x8; and text 2x5x8, image 2x3x8" in both.example
