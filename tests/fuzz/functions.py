@@ -190,6 +190,8 @@ SAFE: dict[str, Any] = {
 
 TRAPS: dict[str, Any] = {
     "convolved_over_features": lambda x, w: _convolved_over_features(x),
+    "largest_of_neighbours": lambda x, w: F.max_pool2d(x, (1, 3), stride=1, padding=(0, 1)),
+    "mean_of_neighbours": lambda x, w: F.avg_pool2d(x, (1, 3), stride=1, padding=(0, 1)),
     "solved_over_rows": lambda x, w: _solved(torch.ones(x.shape[1], x.shape[1], dtype=x.dtype), x),
     "softmax_over_features": lambda x, w: x.softmax(-1),
     "safe_softmax_over_features": lambda x, w: torch._safe_softmax(x, -1),

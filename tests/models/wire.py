@@ -25,9 +25,9 @@ def bytes_of(step: Callable[[], object]) -> int:
     sent: Counter[str] = Counter()
     real = transport.exchange
 
-    def counting(group: Any, tag: int, chunk: int, sends: Any, recvs: Any) -> Any:
+    def counting(group: Any, tag: int, chunk: int, sends: Any, recvs: Any, *rest: Any) -> Any:
         sent["bytes"] += sum(tensor.numel() * tensor.element_size() for _, tensor in sends)
-        return real(group, tag, chunk, sends, recvs)
+        return real(group, tag, chunk, sends, recvs, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
         step()

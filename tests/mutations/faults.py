@@ -296,7 +296,7 @@ def _planner() -> dict[str, Fault]:
         "modules do on a part of the sequence what they do on all": lambda: _patched(
             (sequence_flow, "check_on_a_part", lambda shadow, calls: None)
         ),
-        "weights that are read may be cut": lambda: _patched((planner._Planner, "_kept", lambda self: {})),
+        "weights that are read may be cut": lambda: _patched((planner, "kept_layers", lambda *given, **options: {})),
         "tied weights are cut apart": lambda: _patched((planner._Planner, "_untie", lambda self: None),
                                                        (planner._Planner, "_tied", lambda self: {})),
     }  # fmt: skip

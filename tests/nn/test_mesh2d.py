@@ -203,9 +203,9 @@ def counted(tokens: int, width: int, hidden: int, y: int, x: int, kind: str, bac
     arrived: Counter[str] = Counter()
     real = transport.exchange
 
-    def counting(group: Any, tag: int, chunk: int, sends: Any, recvs: Any) -> Any:
+    def counting(group: Any, tag: int, chunk: int, sends: Any, recvs: Any, *rest: Any) -> Any:
         arrived["bytes"] += sum(tensor.numel() * tensor.element_size() for _, tensor in recvs)
-        return real(group, tag, chunk, sends, recvs)
+        return real(group, tag, chunk, sends, recvs, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
         step()  # the first call agrees
