@@ -30,13 +30,14 @@ def check_refused() -> None:
         tpk.all_gather_matmul: (), tpk.copy_matmul: (), tpk.matmul_reduce_scatter: (), tpk.matmul_all_reduce: (),
         tpk.all_gather_grouped_matmul: (own,), tpk.copy_grouped_matmul: (whole,),
         tpk.grouped_matmul_reduce_scatter: (whole,), tpk.grouped_matmul_all_reduce: (whole,),
+        tpk.dispatch_grouped_matmul: (own,),
     }  # fmt: skip
     with new_group() as group:
         resolve(group).keep_same_bits(SAME_BITS)
         for op, routing in ops.items():
-            rows = 2 if op in (tpk.all_gather_matmul, tpk.all_gather_grouped_matmul) else 4
+            rows = 2 if op in (tpk.all_gather_matmul, tpk.all_gather_grouped_matmul, tpk.dispatch_grouped_matmul) else 4
             x = torch.ones(rows, 16, requires_grad=True)
-            weight: Any = torch.ones(*((2,) if routing else ()), 16, 16, requires_grad=True)
+            weight: Any = torch.ones(*((experts_of(op),) if routing else ()), 16, 16, requires_grad=True)
             weight.main_grad = torch.zeros_like(weight)
             with pytest.raises(UnsupportedProblem, match=f"main_grad does not go with same_bits={SAME_BITS}"):
                 op(x, weight, *routing, group)
@@ -45,6 +46,11 @@ def check_refused() -> None:
             del weight.main_grad
             total(op(x, weight, *routing, group)).backward()
             assert weight.grad is not None
+
+
+def experts_of(op: Callable[..., Any]) -> int:
+    """Of two, one stands on each rank where they are dealt out."""
+    return 1 if op is tpk.dispatch_grouped_matmul else 2
 
 
 def total(y: Any) -> Tensor:

@@ -31,13 +31,13 @@ from tpkernels.comm.groups import GroupLike, group_name, process_group, resolve
 from tpkernels.comm.same_bits import same_bits_of
 from tpkernels.errors import UnsupportedProblem
 from tpkernels.gemm.dealt import DealtRows
-from tpkernels.ops import agreed_call, expert_blocks
+from tpkernels.ops import agreed_call, expert_blocks, same_bits
 from tpkernels.ops.checks import as_list, check_common, check_gate, check_local, check_shard_sizes
 from tpkernels.ops.contract import GATED, DispatchGroupedMatmul, GroupedMatmulCombine
 from tpkernels.ops.expert_scales import Scales, behind_scales, scales_of
 from tpkernels.ops.expert_sizes import check_expert_sizes, dealt_signature, sizes_of_experts
 from tpkernels.ops.gradients import fake_of_linears, needs_of_linears, of_linears
-from tpkernels.ops.main_grad import Sink, sinks_of
+from tpkernels.ops.main_grad import Sink
 from tpkernels.ops.options import DispatchKeywords, GatedName, Products
 from tpkernels.ops.registration import call, call_backward, define, wants_grad
 from tpkernels.ops.routing import (
@@ -281,7 +281,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
     before = output[first : first + count] if options.activation is not None else []
     ctx.save_for_backward(output[-1], output[first - 2], *weights, *before)
     ctx.num_tokens, ctx.num_rows = x.shape[0], output[0].shape[0]
-    ctx.sinks = sinks_of(weights)
+    ctx.sinks = same_bits.sinks_of(options.group_name, weights)
     ctx.has_bias = has_bias(biases)
     ctx.options = options
     ctx.set_materialize_grads(False)

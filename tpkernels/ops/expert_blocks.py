@@ -19,7 +19,6 @@ from torch import Tensor
 
 from tpkernels.comm import timeline
 from tpkernels.comm.groups import Group
-from tpkernels.errors import UnsupportedProblem
 from tpkernels.gemm import canonical, grouped
 from tpkernels.gemm.dealt import DealtRows
 from tpkernels.gemm.fp8 import ExpertMatrices, Operand, Scaled
@@ -92,13 +91,11 @@ def weight_gradients(
 ) -> list[Tensor | None]:
     """:func:`tpkernels.ops.main_grad.grouped_weight_gradients`, whose columns are cut.
 
-    Raises:
-        UnsupportedProblem: a weight has a ``main_grad``.
+    Where they are in blocks there are no ``sinks``: :func:`tpkernels.ops.same_bits.sinks_of` refuses them in the call.
     """
     blocks = _blocks(group, rows)
     if not blocks:
         return main_grad.grouped_weight_gradients(dzs, x, rows, sinks)
-    _refuse_sinks(group, sinks)
     found = [dz.new_zeros(rows.num_experts, dz.shape[1], x.shape[1]) for dz in dzs]
     with timeline.span("gemm of weight gradients", "gemm"):
         for expert, low, high in rows.runs():
@@ -111,12 +108,11 @@ def weight_gradients(
 def reduced_weight_gradient(
     group: Group, dy: Tensor, h: Tensor, weights: Tensor, rows: TokenRows, sinks: Sequence[Sink | None] | None
 ) -> Tensor | None:
-    """:func:`tpkernels.gemm.grouped.reduced_matrix_gradient`, whose contraction is cut; raises as the one above."""
+    """:func:`tpkernels.gemm.grouped.reduced_matrix_gradient`, whose contraction is cut; ``sinks`` as above."""
     blocks, sink = _blocks(group, rows), sinks[0] if sinks else None
     if not blocks:
         found = grouped.reduced_matrix_gradient(dy, h, weights, rows, None if sink is None else sink.add_of_expert)
         return found if sink is None else sink.added(h.dtype)
-    _refuse_sinks(group, sinks)
     made = h.new_zeros(rows.num_experts, dy.shape[1], h.shape[1])
     for expert, low, high in rows.runs():
         weighted = (h[low:high] * weights[low:high, None]).to(h.dtype)
@@ -235,11 +231,3 @@ def routing_gradient(group: Group, products: Tensor, h: Tensor, rows: TokenRows,
         whole = start_gather(group, own, layout, "auto", at_once=True)()
         canonical.top_of_tree(whole.view(group.size, *own.shape).unbind(), own)
     return own
-
-
-def _refuse_sinks(group: Group, sinks: Sequence[Sink | None] | None) -> None:
-    if sinks is not None and any(sinks):
-        raise UnsupportedProblem(
-            f"a weight's main_grad does not go with same_bits={group.same_bits}: what is in it already would be added "
-            "within the GEMM"
-        )
