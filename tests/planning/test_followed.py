@@ -1,5 +1,5 @@
 """What a run on fake tensors follows: counters that code writes to, functions with a backward of their own, results
-that nobody reads, and models within a model that cannot be followed itself."""
+that code keeps for later, and models within a model that cannot be followed itself."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def scores(h: Tensor) -> Tensor:
 
 
 def unread(h: Tensor) -> Tensor:
-    """What Sam 2 computes of heads that a rank does not have, and does not use."""
+    """As far as the run shows: Keras keeps a loss of activities where the run does not look."""
     scores(h).softmax(-1)
     return h.relu()
 
@@ -89,7 +89,7 @@ CASES: dict[str, tuple[nn.Module, tuple[Any, ...]]] = {
     "elements": (Mlp(Gelu.apply), PAIR),
     "mean of the gradient": (Mlp(Centred.apply), ALONE),
     "size of the gradient": (Mlp(Scaled.apply), ALONE),
-    "unread": (Mlp(unread), PAIR),
+    "unread": (Mlp(unread), ALONE),
     "kept": (Mlp(Keeping()), ALONE),
     "pooled": (Mlp(pooled), PAIR),
     "pooled features": (Mlp(lambda h: F.max_pool2d(h[None], (1, 2))[0].repeat(1, 2)), ALONE),

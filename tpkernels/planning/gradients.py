@@ -7,7 +7,7 @@ output all that is made gives shares.  For any other activation nothing is prove
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -41,8 +41,6 @@ class Gradients(Session):
         """Of these: the parameters that they met on the way from the feeder."""
         self._splits: dict[int, Split] = {}
         self._groups: dict[int, frozenset[int]] = {}
-        self._doubts: dict[int, tuple[Unproven, frozenset[int]]] = {}
-        """Results of which nothing is proven: why, and which groups are to blame."""
 
     def know(self, other: Gradients) -> None:
         """Gradients must be of one kind in both runs, whatever they have in common."""
@@ -65,14 +63,7 @@ class Gradients(Session):
         for tensor in tensors:
             self._is_whole(tensor, f"given to {name}, whose backward is code of its own")
 
-    def _check_doubts(self, tensors: Iterable[Tensor]) -> None:
-        for tensor in tensors:
-            if id(tensor) in self._doubts:
-                error, self.blame = self._doubts[id(tensor)]
-                raise error
-
     def _is_whole(self, tensor: Tensor, where: str) -> None:
-        self._check_doubts([tensor])
         if id(tensor) in self._splits or id(tensor) in self._summed:
             self.blame = self._groups.get(id(tensor), self.blame)
             what = "a part of one rank" if id(tensor) in self._splits else "what has a part of its gradient"

@@ -155,7 +155,6 @@ class Replay(WholeSteps):
             raise raised(error) from error
         if self._at != self._stop:
             raise Unproven("with one rank's sizes the model runs fewer ops")
-        self._check_doubts(tensors_in(out))
         self._check_gradients()
         return out
 
@@ -169,14 +168,8 @@ class Replay(WholeSteps):
             self._pass_summed(func, tensors, [out])
             self.pass_origins(func, tensors, [out])
             self.made[id(out)] = self.source(tensors[0])
-            self._doubts |= {id(out): doubt for doubt in map(self._doubts.get, map(id, tensors)) if doubt is not None}
             return out
         event = self._next(packet, None, self.sources_of(packet, tensors))
-        unread = self._at - 1 in self.recording.unread
-        if unread and any(id(tensor) in self._doubts for tensor in tensors):
-            doubt = next(self._doubts[id(tensor)][0] for tensor in tensors if id(tensor) in self._doubts)
-            return self._doubted(func, args, kwargs, event, doubt)
-        self._check_doubts(tensors)
         if event.constant != constant_of(func, tensors):
             raise Unproven("a constant depends on the number of features of one rank")
         local, local_kwargs = as_shapes(args), {key: as_shapes(value) for key, value in kwargs.items()}
@@ -186,9 +179,7 @@ class Replay(WholeSteps):
             answers = self._answers(func, event, (local, local_kwargs), splits, (args, kwargs))
         except Unproven as error:
             error.parameters = self._whole_parameters(tensors)
-            if not unread:
-                raise
-            return self._doubted(func, args, kwargs, event, error)
+            raise
         out = self._run_op(func, args, kwargs, tensors)
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         if len(outputs) != len(event.outputs):
@@ -223,19 +214,6 @@ class Replay(WholeSteps):
             told = raised(error)
             told.parameters = self._whole_parameters(tensors)
             raise told from error
-
-    def _doubted(self, func: Any, args: Any, kwargs: Any, event: Event, error: Unproven) -> Any:
-        """The results of an op of which nothing is proven, which is an ``error`` where somebody reads one of them."""
-        try:
-            out = func(*args, **kwargs)
-        except Exception:  # noqa: BLE001 - with what is no part of anything, an op may raise anything
-            raise error from None
-        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        if func._schema.is_mutable or not 0 < len(outputs) == len(event.outputs):
-            raise error
-        self._doubts |= {id(output): (error, self.blame) for output in outputs}
-        self._made(outputs)
-        return out
 
     def _check_random(self, func: Any, args: Any, tensors: list[Tensor]) -> None:
         """Check random ops: between a column and its row ranks draw different numbers for parts, if there are any, or
@@ -321,7 +299,6 @@ class Replay(WholeSteps):
 
     def norm_called(self, name: str, forward: Any, *given: Tensor) -> Any:
         """A norm over features that are cut is one step; any other call of it runs its code."""
-        self._check_doubts(given)
         x, call = given[0], self.recording.norm_calls.get(self._at)
         split = self._splits.get(id(x))
         if split is None or split.dim != x.dim() - 1:
@@ -344,7 +321,6 @@ class Replay(WholeSteps):
         return out
 
     def layer_called(self, name: str, x: Tensor) -> Tensor:
-        self._check_doubts([x])
         self.blame = self._groups.get(id(x), self.blame)
         if any(key.rpartition(".")[0] == name for key in self.slices):
             raise Unproven(f"{name} is called, and has a parameter that is read and cut by itself")

@@ -85,10 +85,6 @@ class Recording(Session):
         self.outputs: list[int] = []
         self.results: set[Source] = set()
         """Tensors among what the model returns."""
-        self.unread: frozenset[int] = frozenset()
-        """Events whose results only such events read."""
-        self._writing: set[int] = set()
-        """Events that write to a tensor."""
         self.layer_rows: dict[str, int] = {}
         """Rows of each layer's input, over all calls."""
         self.gradient_rows: dict[str, int] = {}
@@ -135,19 +131,8 @@ class Recording(Session):
         with self.shadow.running(self):
             out = call.run(self.shadow.model)
         self.kept.append(out)
-        self._ended(out)
-        self.outputs = [self._node_of[id(t)] for t in tensors_in(out) if id(t) in self._node_of] + self._to_opaque
-
-    def _ended(self, out: Any) -> None:
         self.results = {self.source(tensor) for tensor in tensors_in(out)}
-        read, wanted = set[int](), {source[1] for source in self.results if isinstance(source, tuple)}
-        for number in reversed(range(len(self.events))):
-            event = self.events[number]
-            is_op = event.layer is None and not isinstance(event.packet, Opaque | Mixture)
-            if number in wanted or number in self._writing or not is_op:
-                read.add(number)
-                wanted |= {source[1] for source in event.sources if isinstance(source, tuple)}
-        self.unread = frozenset(range(len(self.events))) - read
+        self.outputs = [self._node_of[id(t)] for t in tensors_in(out) if id(t) in self._node_of] + self._to_opaque
 
     def run_scope(self, scope: Scope, recording: Recording) -> Scope:
         """Run one module on the arguments that another recording saw; the scope of that call here."""
@@ -156,7 +141,6 @@ class Recording(Session):
         with self.shadow.running(self):
             args, kwargs = self.shadow.copied((scope.args, scope.kwargs))
             self.kept.append(self.shadow.modules[scope.name](*args, **kwargs))
-        self._ended(self.kept[-1])
         return next(found for found in reversed(self.scopes) if found.name == scope.name)
 
     def op(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
@@ -173,7 +157,6 @@ class Recording(Session):
         shapes, sources = [Shape(t.shape) for t in outputs], self.sources_of(packet, tensors)
         event = Event(packet, whole, named, shapes, sources=sources, constant=constant_of(func, tensors))
         for output in outputs if func._schema.is_mutable else ():
-            self._writing.add(len(self.events))
             if any(output is tensor for tensor in tensors):
                 self._written.setdefault(id(output), [(-1, self.source(output))])
         self._add(event, outputs)
