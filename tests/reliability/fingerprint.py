@@ -41,7 +41,9 @@ def cost(count: int) -> Outcome:
         "gate": f"{GATE_US} us or {GATE_SHARE:.0%}",
     }
     passed = alone <= GATE_US or with_text - without_text <= max(GATE_US, GATE_SHARE * without_text)
-    outcome.add(None if passed else "the header costs more than its gate", str(outcome.facts), times=count)
+    outcome.add(None, times=count)
+    if not passed:
+        outcome.over_gates.append(f"the header costs more than its gate: {outcome.facts}")
     return outcome
 
 

@@ -38,9 +38,19 @@ def test_latencies_are_held_against_their_limits() -> None:
     outcome.add(None, times=200)
     outcome.latencies_s = [0.001] * 195 + [0.06] * 5
     assert outcome.problems() == ["p99 60.0 ms, at most 50 ms"]
-    assert outcome.problems(judge_p99=False) == []
+    assert outcome.problems(judge_times=False) == []
     outcome.latencies_s[0] = 2.0
-    assert "max 2000.0 ms, at most 1000 ms" in outcome.problems(judge_p99=False)
+    assert "max 2000.0 ms, at most 1000 ms" in outcome.problems(judge_times=False)
+
+
+def test_a_cost_over_its_gate_fails_the_full_row_and_not_its_slice() -> None:
+    outcome = Outcome("row")
+    outcome.add(None)
+    other = Outcome("row", over_gates=["the header costs 2 us"])
+    outcome.merge(other)
+    assert outcome.problems() == ["the header costs 2 us"]
+    assert outcome.problems(judge_times=False) == []
+    assert outcome.to_json()["passed"] is False
 
 
 @pytest.mark.parametrize(

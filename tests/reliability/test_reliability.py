@@ -29,5 +29,5 @@ def test_every_trial_of_the_row_ends_as_promised(row: Row, full: bool) -> None:
     if row.needs_root and os.geteuid() != 0:
         pytest.skip("needs root: a rank changes its user")
     outcome = row.run(row.full if full else row.slice)
-    problems = outcome.problems(judge_p99=full)
+    problems = outcome.problems(judge_times=full)
     assert not problems, f"{row.name} ({row.what}):\n" + "\n".join(problems)
