@@ -33,7 +33,7 @@ from tpkernels.planning.session import Shape, as_shapes, canonical
 from tpkernels.planning.splits import Split, Unproven
 from tpkernels.sharding.local_rules import OWN
 
-__all__ = ["UNKNOWN", "Mark", "Parts", "cut_alike"]
+__all__ = ["UNKNOWN", "Mark", "Parts", "cut_alike", "sums_gradient"]
 
 Mark = frozenset[Split]
 UNKNOWN: Mark = frozenset()
@@ -63,6 +63,16 @@ def cut_alike(made: Tensor, like: Tensor) -> None:
     mark = None if parts is None else parts.of(like)
     if parts is not None and mark is not None:
         parts.mark(made, mark)
+
+
+def sums_gradient(tensor: Tensor) -> None:
+    """Say of a whole tensor, which code of this package made, that its gradient is summed over the ranks.
+
+    Outside of a call that is followed there is nobody to tell.
+    """
+    parts: Parts | None = getattr(_here, "parts", None)
+    if parts is not None:
+        parts.note_summed(tensor)
 
 
 class Parts(TorchDispatchMode):
@@ -235,9 +245,15 @@ class Parts(TorchDispatchMode):
         needing = [tensor for tensor in tensors if tensor.requires_grad]
         if needing and all(self._is_summed(tensor) for tensor in needing):
             for output in tree_leaves(out):
-                if isinstance(output, Tensor) and (storage := _storage(output)) is not None:
-                    self._hold(storage)
-                    self._summed.add(storage._cdata)
+                if isinstance(output, Tensor):
+                    self.note_summed(output)
+
+    def note_summed(self, tensor: Tensor) -> None:
+        """Remember that the gradient of ``tensor``, which is whole, is summed over the ranks."""
+        storage = _storage(tensor)
+        if storage is not None:
+            self._hold(storage)
+            self._summed.add(storage._cdata)
 
     def _note_copies(self, packet: Any, tensors: Sequence[Tensor], out: Any) -> None:
         """What is made of copies is one, unless it is a head's for each of this rank's: that is a part."""
@@ -288,9 +304,8 @@ class Parts(TorchDispatchMode):
             mark = self.of(tensors[0])
             if mark is not None:
                 self.mark(outputs[0], mark)
-            elif (storage := _storage(outputs[0])) is not None:
-                self._hold(storage)
-                self._summed.add(storage._cdata)
+            else:
+                self.note_summed(outputs[0])
         else:
             for output in outputs["cross_entropy" in name :]:  # the loss is whole, what backward needs is not
                 self.mark(output, UNKNOWN)

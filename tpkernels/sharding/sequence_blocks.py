@@ -31,6 +31,7 @@ from tpkernels.gemm.canonical import VECTOR
 from tpkernels.nn.block_copies import copies_for_blocks
 from tpkernels.nn.random import _mix
 from tpkernels.nn.replicated import BY_BLOCKS
+from tpkernels.sharding.part_tracking import sums_gradient
 from tpkernels.sharding.randomness import SEEDS
 
 __all__ = ["SequenceBlocks"]
@@ -125,6 +126,7 @@ class SequenceBlocks:
             return local
         if id(parameter) not in self._copies:
             self._copies[id(parameter)] = copies_for_blocks(local, self.mesh, self.own)
+            sums_gradient(self._copies[id(parameter)])
         return self._copies[id(parameter)][self._block]
 
     def _part(self, x: Tensor) -> Tensor:
