@@ -1,46 +1,108 @@
 """``python -m tests.fuzzing --seconds 3600``: fuzz the compiled core's control segment and the parsers for long.
 
-New inputs of the core go to ``build/fuzzing``; what crashes it is left in ``build``, for the corpus.
+New inputs of the core go to ``build/fuzzing``; what crashes it is left in ``build``, for the corpus. With ``--record
+FILE`` what ran without a finding goes to that file, so that hours add up over many runs; the last line has the sums.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import json
+import os
 import random
+import re
 import secrets
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from tests.fuzzing.channel import CORPUS, guided
 from tests.fuzzing.parsers import PARSERS, fuzz
+
+CORE = "core"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzzing", description=__doc__)
     parser.add_argument("--seconds", type=int, default=3600, help="for the core, and for each parser")
-    parser.add_argument("--only", choices=["core", "parsers"])
+    parser.add_argument("--only", nargs="+", choices=[CORE, "parsers", *PARSERS], metavar="NAME", help="one or several")
     parser.add_argument("--seed", type=int, help="of the parsers' inputs (by default a fresh one, which is printed)")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="a JSON file that gets a row for each that ran")
     given = parser.parse_args()
-    failed = 0
-    if given.only != "parsers":
-        program = guided()
-        if program is None:
-            print("no clang with libFuzzer: Debian has both in clang and libclang-rt-dev", file=sys.stderr)
-            return 2
-        new = Path("build/fuzzing")
-        new.mkdir(parents=True, exist_ok=True)
-        limits = [f"-max_total_time={given.seconds}", "-max_len=6000", "-timeout=20", "-artifact_prefix=build/"]
-        failed |= subprocess.run([str(program), str(new), str(CORPUS), *limits]).returncode
-        print("the core: " + ("see above" if failed else f"{given.seconds} s, nothing found"), flush=True)
-    if given.only != "core":
-        seed = secrets.randbelow(1_000_000) if given.seed is None else given.seed
-        print(f"--seed {seed} repeats these inputs", flush=True)
-        for name in PARSERS:
-            random.seed(f"{seed} {name}")
-            tried = fuzz(name, given.seconds)
-            print(f"{name}: {tried} inputs, none but ValueError", flush=True)
-    return int(failed != 0)
+    names = [name for name in (CORE, *PARSERS) if not given.only or _is_asked_for(name, given.only)]
+    seed = secrets.randbelow(1_000_000) if given.seed is None else given.seed
+    if names != [CORE]:
+        print(f"--seed {seed} repeats the parsers' inputs", flush=True)
+    for name in names:
+        before = _cpu_s()
+        if name == CORE:
+            program = guided()
+            if program is None:
+                print("no clang with libFuzzer: Debian has both in clang and libclang-rt-dev", file=sys.stderr)
+                return 2
+            before = _cpu_s()  # building it is not fuzzing
+            inputs = _core(program, given.seconds)
+            if inputs is None:
+                return 1
+        else:
+            inputs = _parser(name, given.seconds, seed)
+        if given.record:
+            _note(given.record, {"target": name, "cpu_s": round(_cpu_s() - before), "inputs": inputs})
+    if given.record:
+        rows = json.loads(given.record.read_text(encoding="utf-8"))
+        totals = Counter[str]()
+        for row in rows:
+            totals[row["target"]] += row["cpu_s"]
+        print("in all: " + ", ".join(f"{name} {totals[name] / 60:.0f} min" for name in (CORE, *PARSERS)))
+    return 0
+
+
+def _cpu_s() -> float:
+    """Of this process, and of those that it has waited for."""
+    spent = os.times()
+    return spent.user + spent.system + spent.children_user + spent.children_system
+
+
+def _is_asked_for(name: str, asked: list[str]) -> bool:
+    return name in asked or (name in PARSERS and "parsers" in asked)
+
+
+def _core(program: Path, seconds: int) -> int | None:
+    """How many inputs were tried, or None where one crashed."""
+    new = Path("build/fuzzing")
+    new.mkdir(parents=True, exist_ok=True)
+    limits = [f"-max_total_time={seconds}", "-max_len=6000", "-timeout=20", "-artifact_prefix=build/"]
+    done = subprocess.run(
+        [str(program), str(new), str(CORPUS), *limits, "-print_final_stats=1"],
+        stderr=subprocess.PIPE, text=True, errors="replace",
+    )  # fmt: skip
+    if done.returncode:
+        print(done.stderr, file=sys.stderr)
+        return None
+    counted = re.search(r"number_of_executed_units:\s*(\d+)", done.stderr)
+    assert counted, done.stderr[-2000:]
+    print(f"the core: {counted[1]} inputs in {seconds} s, nothing found", flush=True)
+    return int(counted[1])
+
+
+def _parser(name: str, seconds: int, seed: int) -> int:
+    random.seed(f"{seed} {name}")
+    tried = fuzz(name, seconds)
+    print(f"{name}: {tried} inputs, none but ValueError", flush=True)
+    return tried
+
+
+def _note(path: Path, row: dict[str, Any]) -> None:
+    rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    lines = ",\n".join(" " + json.dumps(one) for one in [*rows, row | {"date": now, "commit": commit}])
+    new = path.with_suffix(".new")
+    new.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+    new.replace(path)
 
 
 if __name__ == "__main__":
