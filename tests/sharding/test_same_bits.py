@@ -341,6 +341,23 @@ def compare_without() -> tuple[int, list[selftest.Difference]]:
     return selftest.compare(Case("gpt", "float32", 1, layers=1), small_groups(None), None)
 
 
+def test_overrides_of_a_plan_hold_at_every_degree(ranks: Pools) -> None:
+    ranks(2).run(check_overrides)
+
+
+def check_overrides() -> None:
+    """One layer of a pair is left whole, and its neighbour is another one than without the override."""
+    x, outputs = torch.randn(4, 64, generator=torch.Generator().manual_seed(1)), []
+    for degree, group in small_groups(SAME_BITS).items():
+        torch.manual_seed(3)
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+        options: dict[str, Any] = {"example_inputs": x, "same_bits": SAME_BITS}
+        plan = tpk.make_plan(model, degree, overrides={"1": "replicate"}, **options)
+        assert plan.styles != tpk.make_plan(model, degree, **options).styles
+        outputs.append(tpk.parallelize(model, group, plan, **options)(x))
+    assert torch.equal(*outputs)
+
+
 class DropsPacked(nn.Module):
     """Drops out gate and up at once: a rank's part is two runs of features, not blocks of one."""
 

@@ -14,6 +14,7 @@ kept).  The models of ``tests/sharding/test_same_bits.py`` hold it at one shape.
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Mapping
 from typing import cast
 
@@ -35,9 +36,10 @@ def check_plan(plan: ShardingPlan, model: nn.Module, largest: int, example_input
     Raises:
         ValueError: names the module.
     """
+    overrides = {glob.escape(entry.path): entry.style for entry in plan.entries if entry.source == "override"}
     widest = make_plan(
-        model, largest, sequence_parallel=plan.sequence_parallel, example_inputs=example_inputs, experts=experts,
-        same_bits=largest,
+        model, largest, sequence_parallel=plan.sequence_parallel, overrides=overrides, example_inputs=example_inputs,
+        experts=experts, same_bits=largest,
     )  # fmt: skip
     for name, style in plan.styles.items():
         other = widest.styles.get(name)
