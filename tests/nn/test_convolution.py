@@ -236,6 +236,24 @@ def test_a_model_with_convolutions_is_right_and_keeps_its_state(ranks: Pools, wo
     assert ranks(world).run(parallel, timeout=LIMIT_S) == [[]] * world
 
 
+def with_an_adapter() -> tuple[Tensor, Tensor, Any]:
+    """As PEFT adds it: by calling the class of the layer."""
+    torch.manual_seed(5)
+    plain, x = Causal(3, 8, 2), torch.randn(2, 3, 6)
+    cut: Any = cut_channels(copy.deepcopy(plain), tp_mesh())
+    half = type(cut)(3, 4, kernel_size=2, bias=False)
+    assert type(half) is Causal and type(copy.deepcopy(cut)) is type(cut) and type(cut) is not Causal
+    y, delta = cut(x), half(x)
+    (y.sum() + delta.sum()).backward()
+    return y.detach(), plain(x).detach(), half.weight.grad
+
+
+@pytest.mark.gloo
+def test_the_class_of_a_cut_convolution_makes_whole_ones(ranks: Pools) -> None:
+    for y, expected, grad in ranks(2).run(with_an_adapter, timeout=LIMIT_S):
+        assert y.shape == expected.shape and float((y - expected).abs().max()) < 1e-5 and grad is not None
+
+
 @once_per_pool
 def own_group() -> Any:
     return dist.new_group()

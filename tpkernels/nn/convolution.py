@@ -141,7 +141,12 @@ def _cut_kind(cls: type[nn.Module]) -> type[nn.Module]:
     base: Any = next(base for base in _BASES if issubclass(cls, base))
     own = cls.forward is not _TORCHS[base]["forward"]
     called: dict[str, Any] = {"_conv_forward": _conv_forward} if own else {"forward": _forward}
-    members = called | {"reset_parameters": _reset_parameters, "extra_repr": _extra_repr}
+
+    def new(made: Any, *args: Any, **kwargs: Any) -> Any:
+        """PEFT calls the class of a layer for the halves of its adapter: these are whole. A copy has no arguments."""
+        return cls(*args, **kwargs) if args or kwargs else object.__new__(made)
+
+    members = called | {"__new__": new, "reset_parameters": _reset_parameters, "extra_repr": _extra_repr}
     named = {"__module__": cls.__module__, "__doc__": cls.__doc__, "__qualname__": cls.__qualname__}
     return cast("type[nn.Module]", type(cls.__name__, (cls,), members | named))
 
