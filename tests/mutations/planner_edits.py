@@ -59,6 +59,7 @@ PLANNER = (
     Edit("nn/convolution.py", "input = copy_to_group(input, mesh)", "pass", f"{CONVOLUTION} -k gradients"),
     Edit("nn/convolution.py", "groups = input.shape[channels] *", "groups = 1 or", f"{CONVOLUTION} -k gradients"),
     Edit("nn/convolution.py", "1 if convolution.transposed and convolution.groups == 1 else 0", "0", CONVOLUTION),
+    Edit("nn/convolution.py", "cls(*args, **kwargs) if args or kwargs else ", "", f"{CONVOLUTION} -k makes_whole"),
     Edit("planning/convolutions.py", "if name in read:", "if False:", f"{CONVOLUTION} -k says"),
     Edit("planning/gradients.py", "self._summed.add(id(tensor))", "pass", f"{PACKED} -k queries"),
     Edit(

@@ -47,6 +47,13 @@ SAME_BITS = (
         f"{TRAINED} -k gpt",
     ),
     Edit(
+        "sharding/sequence_blocks.py",
+        "            sums_gradient(self._copies[id(parameter)])\n",
+        "",
+        f"{TRAINED} -k block_for_each",
+    ),
+    Edit("sharding/same_bits.py", "overrides=overrides, ", "", f"{TRAINED} -k overrides"),
+    Edit(
         "planning/proofs.py",
         "dict.fromkeys((divisor(world_size), world_size))",
         "(world_size,)",
