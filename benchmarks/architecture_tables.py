@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -43,6 +44,9 @@ does not offer. Where fp64 cannot run at all the reference is fp32, and the limi
 *cut*: share of the parameters' bytes that is divided over the ranks. *proven*: layers whose neighbours were proven
 from data flow to work on parts, so that one sum serves them all. *untraced*: the model could not be traced without
 example inputs, and why; its layers are then taken one by one. *second*: what came of the same with example inputs.
+
+Each section names its commit. A later one with fewer names holds what has been run since the planner changed: the
+common architectures first, then others in random order.
 """
 
 
@@ -61,7 +65,8 @@ def _section(path: Path, content: dict[str, Any]) -> list[str]:
     groups = sorted({(row["world"], row["sequence_parallel"]) for row in content["results"]})
     for world, sequence in groups:
         rows = [row for row in content["results"] if (row["world"], row["sequence_parallel"]) == (world, sequence)]
-        lines += [f"## {world} ranks, {'residual cut along the sequence' if sequence else 'residual whole'}", ""]
+        day = max(row["date"] for row in rows)[:10]
+        lines += [f"## {world} ranks, {'residual cut along the sequence' if sequence else 'residual whole'}, {day}", ""]
         lines += [*_summary(path, content, rows), *_table(rows), *_unbuilt(rows)]
     return lines
 
@@ -88,11 +93,16 @@ def _summary(path: Path, content: dict[str, Any], rows: list[dict[str, Any]]) ->
         "",
         f"`benchmarks/results/{path.name}`: {days}, {hardware['cpu']}, {hardware['cores']} cores, "
         f"torch {versions['torch']}, transformers {versions['transformers']}, Python "
-        f"{versions['python']}; commit {commits}; `python benchmarks/{content['command']}`",
+        f"{versions['python']}; commit {commits}; `python benchmarks/{_shortened(content['command'])}`",
         "",
         *(f"- {status}: {meaning}" for status, meaning in STATUS.items()),
         "",
     ]
+
+
+def _shortened(command: str) -> str:
+    """A list of names as their number: they are in the table."""
+    return re.sub(r"(?<=--only )\S+", lambda names: f"<{names[0].count(',') + 1} names>", command)
 
 
 def _table(rows: list[dict[str, Any]]) -> list[str]:
