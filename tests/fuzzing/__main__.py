@@ -15,6 +15,7 @@ import re
 import secrets
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -37,26 +38,29 @@ def main() -> int:
     if names != [CORE]:
         print(f"--seed {seed} repeats the parsers' inputs", flush=True)
     for name in names:
-        before = _cpu_s()
+        before, start = _cpu_s(), time.monotonic()
         if name == CORE:
             program = guided()
             if program is None:
                 print("no clang with libFuzzer: Debian has both in clang and libclang-rt-dev", file=sys.stderr)
                 return 2
-            before = _cpu_s()  # building it is not fuzzing
+            before, start = _cpu_s(), time.monotonic()  # building it is not fuzzing
             inputs = _core(program, given.seconds)
             if inputs is None:
                 return 1
         else:
             inputs = _parser(name, given.seconds, seed)
         if given.record:
-            _note(given.record, {"target": name, "cpu_s": round(_cpu_s() - before), "inputs": inputs})
+            spent = {"seconds": round(time.monotonic() - start), "cpu_s": round(_cpu_s() - before)}
+            _note(given.record, {"target": name, **spent, "inputs": inputs})
     if given.record:
         rows = json.loads(given.record.read_text(encoding="utf-8"))
-        totals = Counter[str]()
+        wall, cpu = Counter[str](), Counter[str]()
         for row in rows:
-            totals[row["target"]] += row["cpu_s"]
-        print("in all: " + ", ".join(f"{name} {totals[name] / 60:.0f} min" for name in (CORE, *PARSERS)))
+            wall[row["target"]] += row["seconds"]
+            cpu[row["target"]] += row["cpu_s"]
+        sums = [f"{name} {wall[name] / 60:.0f} min, {cpu[name] / 60:.0f} of a core" for name in (CORE, *PARSERS)]
+        print("in all: " + "; ".join(sums))
     return 0
 
 
@@ -75,15 +79,16 @@ def _core(program: Path, seconds: int) -> int | None:
     new = Path("build/fuzzing")
     new.mkdir(parents=True, exist_ok=True)
     limits = [f"-max_total_time={seconds}", "-max_len=6000", "-timeout=20", "-artifact_prefix=build/"]
-    done = subprocess.run(
-        [str(program), str(new), str(CORPUS), *limits, "-print_final_stats=1"],
-        stderr=subprocess.PIPE, text=True, errors="replace",
-    )  # fmt: skip
-    if done.returncode:
-        print(done.stderr, file=sys.stderr)
+    command = [str(program), str(new), str(CORPUS), *limits, "-print_final_stats=1"]
+    counted = None
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, errors="replace") as running:
+        assert running.stderr is not None
+        for line in running.stderr:  # an hour is long: what it tells is shown as it comes
+            print(line, end="", file=sys.stderr, flush=True)
+            counted = re.search(r"number_of_executed_units:\s*(\d+)", line) or counted
+    if running.returncode:
         return None
-    counted = re.search(r"number_of_executed_units:\s*(\d+)", done.stderr)
-    assert counted, done.stderr[-2000:]
+    assert counted, "libFuzzer did not say how many inputs it tried"
     print(f"the core: {counted[1]} inputs in {seconds} s, nothing found", flush=True)
     return int(counted[1])
 
