@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import tpkernels as tpk
@@ -263,6 +265,14 @@ def small(kind: str) -> Any:
     return model
 
 
+def let_merge(patch: pytest.MonkeyPatch) -> None:
+    """:func:`let_adapters_merge`, to be undone for other tests of this process."""
+    for cls in (getattr(peft.tuners.lora.layer, kind) for kind in adapters.KINDS):
+        for name in adapters.NAMES:
+            patch.setattr(cls, name, inspect.unwrap(getattr(cls, name)))  # prepare() may have been called here
+    adapters.let_adapters_merge.__wrapped__()
+
+
 def merged_after_parallelize(kind: str, safe: bool) -> list[str]:
     """What differs from merging before; ``safe`` after :func:`let_adapters_merge` alone."""
     plain, model, tokens = small(kind), small(kind), ids() % 50
@@ -271,10 +281,8 @@ def merged_after_parallelize(kind: str, safe: bool) -> list[str]:
     half = halves[0].weight if halves else None
     found = [] if isinstance(half, DTensor) and half.placements[0].is_replicate() else ["the whole half is plain"]
     with pytest.MonkeyPatch.context() as patch:
-        for name in adapters.NAMES if safe else ():  # to be as it was for other tests of this process
-            patch.setattr(peft.tuners.lora.layer.Linear, name, getattr(peft.tuners.lora.layer.Linear, name))
         if safe:
-            adapters.let_adapters_merge.__wrapped__()
+            let_merge(patch)
         model = model.merge_and_unload(safe_merge=safe)
     plain = plain.merge_and_unload()
     state = tpk.full_state_dict(model)
@@ -302,10 +310,63 @@ def test_adapters_merge_after_parallelize_alone(ranks: Pools, kind: str, world: 
     assert ranks(world).run(merged_after_parallelize, kind, safe, timeout=LIMIT_S) == [[]] * world
 
 
+class Convolutions(nn.Module):
+    """Of 6 channels and of 5, which three ranks share unevenly; kernels of one and of nine numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.pointwise, self.last = nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(6, 5, 1), nn.Conv1d(5, 6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.last(self.pointwise(self.stem(x).relu()).flatten(2)))
+
+
+def adapters_on_convolutions(before: bool, safe: bool) -> list[str]:
+    """What differs from merging on one rank; ``before``: adapters are added before the cut."""
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["stem", "pointwise", "last"])
+
+    def adapted(model: nn.Module) -> Any:
+        model = peft.get_peft_model(model, config)
+        fill(model)
+        return model.double()
+
+    torch.manual_seed(7)
+    plain, x = Convolutions().double(), torch.randn(2, 3, 4, 4, dtype=torch.float64)
+    model: Any = copy.deepcopy(plain)
+    if before:
+        model = tpk.parallelize(adapted(model), tp_mesh(), example_inputs=x)
+    else:
+        model = adapted(tpk.parallelize(model, tp_mesh(), example_inputs=x))
+    expected = adapted(plain)
+    found = [f"with adapters {why}" for why in [why_differs(model(x), expected(x))] if why]
+    with pytest.MonkeyPatch.context() as patch:
+        let_merge(patch)
+        if safe:
+            broken = model.base_model.model.stem.lora_A["default"].weight
+            kept = broken.detach().clone()
+            with torch.no_grad():
+                broken.mul_(float("nan"))
+            with pytest.raises(ValueError, match="would not be finite"):
+                model.base_model.model.stem.merge(safe_merge=True)
+            with torch.no_grad():
+                broken.copy_(kept)
+        model = model.merge_and_unload(safe_merge=safe)
+    expected = expected.merge_and_unload()
+    state = tpk.full_state_dict(model)
+    found += [name for name, value in expected.state_dict().items() if why_differs(state[name], value)]
+    return found + [f"merged {why}" for why in [why_differs(model(x), expected(x))] if why]
+
+
+@pytest.mark.parametrize(
+    ("world", "before", "safe"),
+    [(2, True, True), (3, False, False), pytest.param(3, True, False, marks=pytest.mark.full("both orders"))],
+)
+def test_adapters_on_convolutions_merge(ranks: Pools, world: int, before: bool, safe: bool) -> None:
+    assert ranks(world).run(adapters_on_convolutions, before, safe, timeout=LIMIT_S) == [[]] * world
+
+
 def test_what_would_not_be_finite_is_not_merged(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in adapters.NAMES:
-        monkeypatch.setattr(peft.tuners.lora.layer.Linear, name, getattr(peft.tuners.lora.layer.Linear, name))
-    adapters.let_adapters_merge.__wrapped__()
+    let_merge(monkeypatch)
     model = small("Phi3")
     layer = model.base_model.model.model.layers[0].mlp.down_proj
     before = layer.base_layer.weight.clone()
@@ -328,9 +389,7 @@ def merged_where_one_rank_is_broken(name: str) -> list[str]:
             parts[-1][0, 0] = float("nan")
     before = [part.clone() for part in parts]
     with pytest.MonkeyPatch.context() as patch:
-        for method in adapters.NAMES:
-            patch.setattr(peft.tuners.lora.layer.Linear, method, getattr(peft.tuners.lora.layer.Linear, method))
-        adapters.let_adapters_merge.__wrapped__()
+        let_merge(patch)
         with pytest.raises(ValueError, match="would not be finite"):
             layer.merge(safe_merge=True)
     same = all(torch.allclose(now, old, 0, 0, True) for now, old in zip(parts, before, strict=True))
@@ -344,11 +403,12 @@ def test_what_would_not_be_finite_on_one_rank_is_merged_on_none(ranks: Pools, na
 
 
 @pytest.mark.parametrize("name", adapters.NAMES)
+@pytest.mark.parametrize("kind", adapters.KINDS)
 def test_the_name_of_peft_that_merging_needs_is_named_where_it_has_changed(
-    monkeypatch: pytest.MonkeyPatch, name: str
+    monkeypatch: pytest.MonkeyPatch, kind: str, name: str
 ) -> None:
     from peft.tuners.lora import layer
 
-    monkeypatch.delattr(layer.Linear, name)
-    with pytest.raises(ValueError, match=rf"has no peft\.tuners\.lora\.layer\.Linear\.{name}"):
+    monkeypatch.delattr(getattr(layer, kind), name)
+    with pytest.raises(ValueError, match=rf"has no peft\.tuners\.lora\.layer\.{kind}\.{name}"):
         adapters.let_adapters_merge.__wrapped__()

@@ -4,7 +4,8 @@ PEFT cuts one half of an adapter as transformers cuts the layer below, and keeps
 ``merge_and_unload`` multiplies the two, a DTensor and a plain tensor, which torch refuses ("got mixed torch.Tensor and
 DTensor") outside of ``implicit_replication()``.  With ``safe_merge=True`` it assigns the sum to the ``data`` of a
 DTensor, which torch drops without a word.  :func:`let_adapters_merge` puts the product into that context, and the sum
-into its place.  A sum that is not finite on one rank is refused on all of them.
+into its place.  A sum that is not finite on one rank is refused on all of them.  The halves of an adapter on a
+convolution are convolutions, whose product torch does not know for DTensors: it is made of whole halves on every rank.
 
 Assumes that PEFT is imported: it is what makes adapters.  It touches the names of PEFT's that :data:`NAMES` lists, and
 refuses a PEFT that does not have them.
@@ -14,22 +15,25 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import implicit_replication
 
-from tpkernels.nn.gathering import true_everywhere
+from tpkernels.nn.gathering import gathered, true_everywhere
 from tpkernels.packages import needed
 
 __all__ = ["check_half", "is_adapter", "let_adapters_merge"]
 
+KINDS = ("Linear", "_ConvNd")
+"""Classes of ``peft.tuners.lora.layer``."""
 NAMES = ("get_delta_weight", "merge")
-"""Of ``peft.tuners.lora.layer.Linear``."""
+"""Of each of them."""
 
 
 def is_adapter(module_name: str) -> bool:
@@ -70,29 +74,76 @@ def let_adapters_merge() -> None:
     with needed("peft", "merging adapters"):
         import peft
         from peft.tuners.lora import layer
-    missing = [name for name in NAMES if name not in vars(layer.Linear)]
-    if missing:
-        raise ValueError(
-            f"peft {peft.__version__} has no peft.tuners.lora.layer.Linear.{missing[0]}, which adapters on a parallel "
-            "model need"
-        )
-    product: Callable[[Any, str], Tensor] = layer.Linear.get_delta_weight
-    real_merge: Callable[..., None] = layer.Linear.merge
+    kinds: dict[str, Any] = {kind: getattr(layer, kind, None) for kind in KINDS}
+    for kind, cls in kinds.items():
+        missing = [name for name in NAMES if name not in vars(cls)] if cls is not None else NAMES
+        if missing:
+            raise ValueError(
+                f"peft {peft.__version__} has no peft.tuners.lora.layer.{kind}.{missing[0]}, which adapters on a "
+                "parallel model need"
+            )
+    products = {"Linear": _product, "_ConvNd": _product_of_convolutions}
+    for kind, cls in kinds.items():
+        cls.get_delta_weight, cls.merge = products[kind](cls.get_delta_weight), _merge(cls.merge)
 
-    @functools.wraps(product)
+
+def _product(real: Callable[[Any, str], Tensor]) -> Callable[[Any, str], Tensor]:
+    """PEFT's ``get_delta_weight``, for halves of which a rank has a part."""
+
+    @functools.wraps(real)
     def get_delta_weight(self: Any, adapter: str) -> Tensor:
         with implicit_replication():  # the plain half is the same on all ranks
-            return product(self, adapter)
+            return real(self, adapter)
 
-    @functools.wraps(real_merge)
+    return get_delta_weight
+
+
+def _product_of_convolutions(real: Callable[[Any, str], Tensor]) -> Callable[[Any, str], Tensor]:
+    """The same where both halves are convolutions; what it gives is cut as the weight below is."""
+
+    @functools.wraps(real)
+    def get_delta_weight(self: Any, adapter: str) -> Tensor:
+        with _whole(self.lora_A[adapter]), _whole(self.lora_B[adapter]):
+            product = real(self, adapter)
+        weight = self.get_base_layer().weight
+        return _like(weight, product) if isinstance(weight, DTensor) else product
+
+    return get_delta_weight
+
+
+@contextmanager
+def _whole(half: nn.Module) -> Iterator[None]:
+    """Let a module have all of its weight; a collective call."""
+    part = half._parameters["weight"]
+    assert part is not None
+    half._parameters["weight"] = nn.Parameter(gathered(part), requires_grad=False)
+    try:
+        yield
+    finally:
+        half._parameters["weight"] = part
+
+
+def _like(weight: DTensor, whole: Tensor) -> Tensor:
+    """This rank's part of what all ranks have, as it has a part of ``weight``."""
+    mesh = weight.device_mesh
+    same: DTensor = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return same.redistribute(placements=weight.placements)
+
+
+def _merge(real: Callable[..., None]) -> Callable[..., None]:
+    """PEFT's ``merge``, which keeps a sum of DTensors, and refuses one that is not finite on all ranks alike."""
+
+    @functools.wraps(real)
     def merge(self: Any, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         if not safe_merge:
-            return real_merge(self, False, adapter_names)
+            with implicit_replication():
+                return real(self, False, adapter_names)
         held = [
             x for x in (self.get_base_layer().weight, getattr(self.get_base_layer(), "bias", None)) if x is not None
         ]
         before, merged = [x.data.clone() for x in held], list(self.merged_adapters)
-        real_merge(self, False, adapter_names)
+        with implicit_replication():
+            real(self, False, adapter_names)
         if not all(true_everywhere(torch.isfinite(x.data)) for x in held):
             for x, values in zip(held, before, strict=True):
                 x.data.copy_(values)
@@ -100,4 +151,4 @@ def let_adapters_merge() -> None:
             raise ValueError(f"the merged weights would not be finite: one of the adapters {adapter_names} is broken")
         return None
 
-    layer.Linear.get_delta_weight, layer.Linear.merge = get_delta_weight, merge
+    return merge
