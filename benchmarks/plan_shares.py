@@ -6,7 +6,8 @@ Every architecture is built small (tests/models/architectures/) and planned for 
 where those show more, with example inputs.  What a plan says of a parameter counts with the parameter's bytes in the
 default configuration, which is built on the meta device: convolutions and tables of a small model are larger than they
 are in a real one.  The body is everything but tables (``nn.Embedding``) and output heads.  "In pairs" are columns and
-rows that the data flow proves, heads and experts: one sum serves a pair, where a layer by itself is gathered.
+rows, linear layers or convolutions, that the data flow proves, what stands between them, heads and experts: one sum
+serves a pair, where a layer by itself is gathered.
 """
 
 from __future__ import annotations
@@ -65,8 +66,10 @@ def published_bytes(name: str) -> Counter[str]:
 
 def in_pairs(entry: Entry) -> bool:
     style = entry.style
-    if isinstance(style, Replicate | Vocabulary | Channels) or "not proven" in entry.reason:
+    if isinstance(style, Replicate | Vocabulary) or "not proven" in entry.reason:
         return False
+    if isinstance(style, Channels):
+        return style.paired
     if isinstance(style, Column | Features):
         return not style.gather_output
     return not (isinstance(style, Row) and style.split_input)

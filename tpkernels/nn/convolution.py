@@ -1,5 +1,7 @@
 """torch's convolutions, each cut by itself along its output channels: whole tensors go in and come out.
 
+Two that are cut as a pair are in :mod:`tpkernels.nn.paired_convolution`.
+
 ::
 
     w_r = this rank's output channels of weight,   y_r = convolve(x, w_r) + b_r
@@ -29,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
@@ -37,12 +39,21 @@ from tpkernels.comm import agreement
 from tpkernels.comm.groups import GroupLike, resolve
 from tpkernels.comm.same_bits import same_bits_of
 from tpkernels.nn.normed_weight import cut_norm, weight_norm_of
-from tpkernels.nn.parameters import has_units, local_parts, mesh_of, shard_parameter, tp_mesh
+from tpkernels.nn.parameters import has_units, local_parts, mesh_of, replicate_parameter, shard_parameter, tp_mesh
 from tpkernels.ops import all_gather, copy_to_group, shard
 from tpkernels.ops.checks import DTYPES
 from tpkernels.partition import chunk_sizes
 
-__all__ = ["channel_dims", "cut_channels", "is_convolution", "own_code", "why_not_cut"]
+__all__ = [
+    "channel_dims",
+    "channels_in",
+    "convolve",
+    "cut_channels",
+    "cut_kind",
+    "is_convolution",
+    "own_code",
+    "why_not_cut",
+]
 
 _CALLS: dict[bool, dict[int, Callable[..., Tensor]]] = {
     False: {1: F.conv1d, 2: F.conv2d, 3: F.conv3d},
@@ -131,16 +142,21 @@ def cut_channels(module: nn.Module, group: GroupLike) -> nn.Module:
             wanted = parameter.requires_grad
             module._parameters[name] = shard_parameter(parameter, mesh, dims[name], requires_grad=wanted)
     kind: Any = type(module)
-    module.__class__ = _cut_kind(kind)
+    module.__class__ = cut_kind(kind, _forward)
     return module
 
 
 @lru_cache(maxsize=256)
-def _cut_kind(cls: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of ``cls`` that computes this rank's channels and gathers all, within any code of its own."""
+def cut_kind(cls: type[nn.Module], forward: Callable[..., Tensor]) -> type[nn.Module]:
+    """A subclass of ``cls`` in which ``forward`` is what torch's is, within any code of its own."""
     base: Any = next(base for base in _BASES if issubclass(cls, base))
     own = cls.forward is not _TORCHS[base]["forward"]
-    called: dict[str, Any] = {"_conv_forward": _conv_forward} if own else {"forward": _forward}
+
+    def conv_forward(self: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """What torch's ``forward`` calls, which code of a subclass calls; weight and bias are the module's own."""
+        return forward(self, input)
+
+    called: dict[str, Any] = {"_conv_forward": conv_forward} if own else {"forward": forward}
 
     def new(made: Any, *args: Any, **kwargs: Any) -> Any:
         """PEFT calls the class of a layer for the halves of its adapter: these are whole. A copy has no arguments."""
@@ -151,31 +167,22 @@ def _cut_kind(cls: type[nn.Module]) -> type[nn.Module]:
     return cast("type[nn.Module]", type(cls.__name__, (cls,), members | named))
 
 
-def _conv_forward(self: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """What torch's ``forward`` calls, which code of a subclass calls; weight and bias are the module's own."""
-    return _forward(self, input)
-
-
 def _forward(self: Any, input: Tensor, output_size: list[int] | None = None) -> Tensor:
     weight, bias = _stored(self), self._parameters["bias"]
     mesh, w, b = local_parts(weight, bias)
     if "weight" not in self._parameters:
         w = self.weight  # this rank's channels of what its parametrization makes
-    spatial = w.dim() - 2
-    channels = -1 - spatial
-    if input.dim() not in (spatial + 1, spatial + 2) or input.shape[channels] != self.in_channels:
-        _refuse(mesh, f"{type(self).__name__}({self.in_channels}, {self.out_channels}) takes x of {spatial} spatial "
-                      f"dimensions behind {self.in_channels} channels, got {tuple(input.shape)}")  # fmt: skip
+    channels = channels_in(self, input, self.in_channels, mesh)
     world_size = mesh.size()
     if world_size == 1:
-        return _convolve(self, input, w, b, self.groups, output_size)
+        return convolve(self, input, w, b, self.groups, output_size)
     given = chunk_sizes(self.out_channels, world_size)
     if same_bits_of(mesh):
         dim = channel_dims(self)["weight"]
         sizes = chunk_sizes(weight.shape[dim], world_size)
         w = all_gather(w, mesh, dim=dim, shard_sizes=sizes, replicated_grad=True)
         b = None if b is None else all_gather(b, mesh, shard_sizes=given, replicated_grad=True)
-        return _convolve(self, input, w, b, self.groups, output_size)
+        return convolve(self, input, w, b, self.groups, output_size)
     groups = 1
     if self.groups > 1:
         taken = chunk_sizes(self.in_channels, world_size)
@@ -183,11 +190,21 @@ def _forward(self: Any, input: Tensor, output_size: list[int] | None = None) -> 
         groups = input.shape[channels] * self.groups // self.in_channels
     elif input.requires_grad and torch.is_grad_enabled():
         input = copy_to_group(input, mesh)
-    y = _convolve(self, input, w, b, groups, output_size)
+    y = convolve(self, input, w, b, groups, output_size)
     return all_gather(y, mesh, dim=channels, shard_sizes=given, replicated_grad=True)
 
 
-def _convolve(self: Any, x: Tensor, w: Tensor, b: Tensor | None, groups: int, output_size: list[int] | None) -> Tensor:
+def channels_in(self: Any, x: Tensor, expected: int, mesh: DeviceMesh) -> int:
+    """The dimension of the channels of ``x``, counted from the last, if there are as many as ``expected``."""
+    spatial = len(self.kernel_size)
+    channels = -1 - spatial
+    if x.dim() not in (spatial + 1, spatial + 2) or x.shape[channels] != expected:
+        _refuse(mesh, f"{type(self).__name__}({self.in_channels}, {self.out_channels}) takes x of {spatial} spatial "
+                      f"dimensions behind {expected} channels, got {tuple(x.shape)}")  # fmt: skip
+    return channels
+
+
+def convolve(self: Any, x: Tensor, w: Tensor, b: Tensor | None, groups: int, output_size: list[int] | None) -> Tensor:
     """What torch's ``forward`` computes, with other parameters."""
     spatial = w.dim() - 2
     call = _CALLS[self.transposed][spatial]
@@ -226,10 +243,17 @@ def _reset_parameters(self: Any) -> None:
     with torch.no_grad():
         for name, parameter in fresh.named_parameters():
             if name in self._parameters:  # torch leaves a weight alone that is made of others
-                self._parameters[name].copy_(shard_parameter(parameter, mesh_of(weight), channel_dims(self)[name]))
+                placement, mesh = self._parameters[name].placements[-1], mesh_of(weight)
+                whole = not isinstance(placement, Shard)
+                made = (
+                    replicate_parameter(parameter, mesh) if whole else shard_parameter(parameter, mesh, placement.dim)
+                )
+                self._parameters[name].copy_(made)
 
 
 def _extra_repr(self: Any) -> str:
     base: Any = next(base for base in _BASES if isinstance(self, base))
-    sizes = chunk_sizes(self.out_channels, mesh_of(_stored(self)).size())
+    weight: Any = _stored(self)
+    cut = weight.placements[-1].dim
+    sizes = chunk_sizes(weight.shape[cut] if self.groups == 1 else self.out_channels, mesh_of(weight).size())
     return f"{base.extra_repr(self)}, shards={'/'.join(map(str, sizes))}"

@@ -40,6 +40,7 @@ __all__ = [
     "local_parts",
     "mesh_of",
     "replicate_parameter",
+    "shard_buffer",
     "shard_parameter",
     "shard_places",
     "shard_units",
@@ -112,6 +113,12 @@ def shard_parameter(full: Tensor, mesh: DeviceMesh, dim: int, *, requires_grad: 
     rank = mesh.get_local_rank()
     part = full.detach().narrow(dim, offsets(sizes)[rank], sizes[rank])
     return _parameter(_copy(part), mesh, [Shard(dim)], full.shape, requires_grad)
+
+
+def shard_buffer(full: Tensor, mesh: DeviceMesh, dim: int) -> DTensor:
+    """This rank's part of ``full`` as a buffer; a collective call, as :func:`shard_parameter`."""
+    part = shard_parameter(full, mesh, dim, requires_grad=False)
+    return _whole(cast(DTensor, part)._local_tensor, mesh, [Shard(dim)], full.shape)
 
 
 def shard_units(full: Tensor, mesh: DeviceMesh, dim: int, *, requires_grad: bool = True) -> nn.Parameter:
@@ -224,9 +231,12 @@ def _copy(part: Tensor) -> Tensor:
 def _parameter(
     part: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, requires_grad: bool
 ) -> nn.Parameter:
+    return as_parameter(_whole(part, mesh, placements, shape), requires_grad)
+
+
+def _whole(part: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> DTensor:
     stride = torch.empty(shape, device="meta").stride()
-    whole = DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
-    return as_parameter(whole, requires_grad)
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def as_parameter(whole: DTensor, requires_grad: bool) -> nn.Parameter:

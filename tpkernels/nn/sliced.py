@@ -7,7 +7,8 @@
 A packed parameter, of which a rank needs its part of each of several runs (the convolution over queries, keys and
 values of Qwen3-Next), stays whole: its code sees these parts, and its gradient is summed over the ranks.  Some runs may
 be *copied*: every rank sees all of them, and has a share of their gradient (Mamba 2).  A buffer (the multipliers of
-Falcon-H1) is seen in the same way.
+Falcon-H1) is seen in the same way.  A buffer without runs (the means of a batch norm) is cut as a parameter is, and the
+module's code may write to this rank's part.
 
 It assumes that a plan has proven this.  To the module's code ``module.name`` is the local tensor, as with
 :func:`tpkernels.nn.replicate_parameters`; the parameter itself is a DTensor of the original shape, ``Shard(dim)``.
@@ -27,7 +28,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tpkernels.comm.groups import GroupLike
 from tpkernels.comm.same_bits import refuse
-from tpkernels.nn.parameters import mesh_of, replicate_parameter, shard_parameter, tp_mesh
+from tpkernels.nn.parameters import mesh_of, replicate_parameter, shard_buffer, shard_parameter, tp_mesh
 from tpkernels.nn.replicated import show_local
 from tpkernels.ops import copy_to_group
 from tpkernels.partition import copied_places
@@ -59,7 +60,7 @@ def check_slices(module: nn.Module, cuts: Cuts, mesh: DeviceMesh) -> None:
     """Refuse what :func:`slice_parameters` cannot cut."""
     dims, runs = cuts.dims, cuts.runs
     for name, dim in dims.items():
-        parameter: Tensor | None = (module._buffers if name in runs else {}).get(name, module._parameters.get(name))
+        parameter: Tensor | None = module._buffers.get(name, module._parameters.get(name))
         if parameter is None or isinstance(parameter, DTensor) or not 0 <= dim < parameter.dim():
             raise ValueError(f"{type(module).__name__} has no whole parameter {name!r} with a dimension {dim}")
         sizes = runs.get(name, ())
@@ -86,7 +87,9 @@ def slice_parameters(module: nn.Module, cuts: Cuts, group: GroupLike) -> nn.Modu
     for name, dim in cuts.dims.items():
         parameter = module._parameters.get(name)
         if parameter is None:
-            continue  # a buffer
+            buffer = cast(Tensor, module._buffers[name])
+            module._buffers[name] = buffer if name in cuts.runs else shard_buffer(buffer, mesh, dim)
+            continue
         wanted = parameter.requires_grad
         if name in cuts.runs:
             module._parameters[name] = replicate_parameter(parameter, mesh, requires_grad=wanted)
@@ -94,7 +97,11 @@ def slice_parameters(module: nn.Module, cuts: Cuts, group: GroupLike) -> nn.Modu
             module._parameters[name] = shard_parameter(parameter, mesh, dim, requires_grad=wanted)
     alone = tuple(name for name in cuts.dims if name not in cuts.runs)
     module._tpk_sliced = alone  # type: ignore[assignment]
-    show_local(module, alone)
+    show_local(module, tuple(name for name in alone if name in module._parameters))
+    held = tuple(name for name in alone if name in module._buffers)
+    if held:
+        of_buffers: Any = type(module)
+        module.__class__ = _buffer_view(of_buffers, held)
     if cuts.runs:
         rank = mesh.get_local_rank()
         packed = tuple(
@@ -104,6 +111,24 @@ def slice_parameters(module: nn.Module, cuts: Cuts, group: GroupLike) -> nn.Modu
         kind: Any = type(module)
         module.__class__ = _packed_view(kind, packed)
     return module
+
+
+@lru_cache(maxsize=256)
+def _buffer_view(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """A subclass of ``cls`` whose attributes ``names`` are this rank's parts of buffers."""
+    members: dict[str, Any] = {name: _buffer_property(name) for name in names}
+    members |= {"__module__": cls.__module__, "__doc__": cls.__doc__, "__qualname__": cls.__qualname__}
+    return cast("type[nn.Module]", type(cls.__name__, (cls,), members))
+
+
+def _buffer_property(name: str) -> property:
+    def read(self: nn.Module) -> Tensor | None:
+        buffer = self._buffers[name]
+        if not isinstance(buffer, DTensor):
+            return buffer
+        return buffer.to_local() if torch.compiler.is_compiling() else buffer._local_tensor
+
+    return property(read)
 
 
 _Packed = tuple[str, int, tuple[int, ...], tuple[tuple[int, int], ...], int, int]

@@ -10,7 +10,9 @@ from torch.nn.modules.conv import _ConvNd
 
 from tpkernels.nn.convolution import channel_dims
 from tpkernels.nn.normed_weight import norm_dim
+from tpkernels.nn.paired_convolution import pair_dims
 from tpkernels.planning.experts_entries import Traffic
+from tpkernels.planning.styles import Channels
 
 __all__ = ["NORMED", "channel_cuts", "convolution_traffic"]
 
@@ -18,9 +20,11 @@ NORMED = "parametrizations.weight"
 """Where a convolution has what makes its weight."""
 
 
-def channel_cuts(model: nn.Module, name: str) -> dict[str, int | None]:
+def channel_cuts(model: nn.Module, name: str, style: Channels) -> dict[str, int | None]:
     """The dimension in which each parameter of a convolution, or of what makes its weight, is cut."""
     module = model.get_submodule(name)
+    if style.paired:
+        return pair_dims(module, inputs=style.inputs)
     if not name.endswith(NORMED):
         return {**channel_dims(module)}
     dim = channel_dims(model.get_submodule(name.removesuffix(NORMED).removesuffix(".")))["weight"]
@@ -28,9 +32,13 @@ def channel_cuts(model: nn.Module, name: str) -> dict[str, int | None]:
 
 
 def convolution_traffic(
-    module: nn.Module, dims: Mapping[str, int | None], elements: tuple[int, int] | None, world_size: int
+    module: nn.Module,
+    dims: Mapping[str, int | None],
+    elements: tuple[int, int] | None,
+    world_size: int,
+    style: Channels,
 ) -> Traffic:
-    """Collectives of a convolution that is cut by its output channels, with the bytes that a rank sends at best.
+    """Collectives of a convolution that is cut by its channels, with the bytes that a rank sends at best.
 
     ``dims``: those of :func:`channel_cuts`; ``elements``: those of the input whose gradient is wanted, and of the
     output, None where they are not known.
@@ -38,13 +46,18 @@ def convolution_traffic(
     if not isinstance(module, _ConvNd):
         return _norm_traffic(module, dims["original0"] is not None, world_size)
     grouped = module.groups != 1
-    backward = "all-gather of dx" if grouped else "all-reduce of dx"
+    forward, given = ("all-reduce of y", 2) if style.inputs else ("all-gather of y", 1)
+    backward, taken = ("all-gather of dx", 1) if grouped else ("all-reduce of dx", 2)
+    if not style.gather_output:
+        forward, given = "-", 0
+    if style.inputs:
+        backward, taken = "-", 0
     if elements is None:
-        return Traffic("all-gather of y", backward, None, None)
+        return Traffic(forward, backward, None, None)
     takes, gives = elements
-    total = ((1 if grouped else 2) * takes + gives) * next(module.parameters()).element_size()
+    total = (taken * takes + given * gives) * next(module.parameters()).element_size()
     sent = total * (world_size - 1) // world_size
-    return Traffic("all-gather of y", backward if takes else "-", sent, None)
+    return Traffic(forward, backward if takes else "-", sent, None)
 
 
 def _norm_traffic(normed: nn.Module, own: bool, world_size: int) -> Traffic:

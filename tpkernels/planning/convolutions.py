@@ -19,6 +19,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from tpkernels.nn.convolution import own_code, why_not_cut
 from tpkernels.nn.normed_weight import weight_norm_of
+from tpkernels.nn.paired_convolution import why_not_paired
 from tpkernels.planning.convolution_entries import NORMED
 from tpkernels.planning.example_inputs import Observation
 from tpkernels.planning.own_code import calls_super
@@ -48,7 +49,7 @@ def convolution_choices(
     """
     for name, choice in chosen.items():
         if isinstance(choice.style, Channels):
-            check_channels(name, modules[name], world_size)
+            check_channels(name, modules[name], world_size, choice.style)
     convolutions = {name: m for name, m in modules.items() if name not in chosen and isinstance(m, _ConvNd)}
     recordings = [] if observation is None else [recording for _, recording in observation.recordings]
     called = {scope.name for recording in recordings for scope in recording.scopes}
@@ -69,9 +70,13 @@ def convolution_choices(
     return found
 
 
-def check_channels(name: str, module: nn.Module, world_size: int, same_bits: int = 0) -> None:
+def check_channels(
+    name: str, module: nn.Module, world_size: int, style: Channels | None = None, same_bits: int = 0
+) -> None:
     """Refuse to cut ``module`` by channels where that cannot be done."""
     why = _why_not(module, world_size, same_bits)
+    if style is not None and style.paired:
+        why = why_not_paired(module, world_size, inputs=style.inputs)
     if why is not None:
         raise ValueError(f"module {name!r} is a {type(module).__name__} that cannot be cut by channels: it {why}")
 

@@ -32,6 +32,10 @@ class Gradients(Session):
         self.cut_norms: dict[str, frozenset[int]] = {}
         """Norms whose input was a part, and the groups that it was of."""
         self._whole_norms: set[str] = set()
+        self.cut_channels: dict[str, frozenset[int]] = {}
+        """The same of modules that work on each channel by itself,"""
+        self._whole_channels: set[str] = set()
+        """and of these, those that took a whole tensor."""
         self._complete: set[str] = set()
         self.fed: dict[str, bool] = {}
         """Of columns: whether the gradient of what they read is summed further up, by a feeder."""
@@ -48,6 +52,9 @@ class Gradients(Session):
         self._complete |= other._complete
         self._whole_norms |= other._whole_norms
         self.cut_norms |= other.cut_norms
+        self._whole_channels |= other._whole_channels
+        for name, groups in other.cut_channels.items():
+            self.cut_channels[name] = self.cut_channels.get(name, frozenset()) | groups
         for name, fed in other.fed.items():
             self._feeds(name, fed)
         for name, groups in other.partial_groups.items():
@@ -80,6 +87,11 @@ class Gradients(Session):
             if name in self._whole_norms or weight in self.partial | self._complete or weight in self.slices:
                 self.blame = groups or self.blame
                 raise Unproven(f"norm {name!r} takes whole and cut tensors, or others use its weight")
+        for name, groups in self.cut_channels.items():
+            own = {f"{name}.{key}" for key, _ in self.shadow.modules[name].named_parameters(recurse=False)}
+            if name in self._whole_channels or own & (self.partial | self._complete | self.slices.keys()):
+                self.blame = groups or self.blame
+                raise Unproven(f"{name!r} takes whole and cut tensors, or others use its parameters")
 
     def _pass_summed(self, func: Any, tensors: list[Tensor], outputs: list[Tensor]) -> None:
         """Whole results of what has a part of its gradient have one, too."""

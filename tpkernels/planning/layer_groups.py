@@ -34,17 +34,27 @@ class Group:
         return (*self.columns, *self.rows, *self.feeders)
 
 
-def find_groups(recording: Recording) -> list[Group]:
-    """All groups that could be cut, smallest first, and by order of calls."""
+def find_groups(recording: Recording, *, convolutions: bool = False) -> list[Group]:
+    """All groups that could be cut, smallest first, and by order of calls.
+
+    ``convolutions``: those over all channels count as layers, and groups without one, or with inner layers, do not.
+    """
     order = {event.layer: index for index, event in reversed(list(enumerate(recording.events))) if event.layer}
     sources: dict[str, set[str]] = {}
     closed: dict[str, bool] = {}
     random: dict[str, bool] = {}
-    for layer, inputs in recording.layer_inputs.items():
-        sources[layer], closed[layer], random[layer] = _walk_back(recording, inputs)
-    seen_outside, _, _ = _walk_back(recording, recording.outputs)
+    inputs_of = dict(recording.layer_inputs)
+    if convolutions:
+        inputs_of |= recording.convolution_inputs
+        order |= {call.name: index for index, call in reversed(list(recording.channel_calls.items()))}
+    for layer, inputs in inputs_of.items():
+        sources[layer], closed[layer], random[layer] = _walk_back(recording, inputs, convolutions)
+    seen_outside, _, _ = _walk_back(recording, recording.outputs, convolutions)
     groups = []
     for component in _components(sources):
+        columns, rows = component
+        if convolutions and (columns & rows or not recording.convolution_inputs.keys() & (columns | rows)):
+            continue
         for columns, rows, feeders, summed in _ways(sources, *component):
             sound = columns and rows and not columns & rows and not columns & seen_outside
             if sound and all(closed[row] for row in rows):
@@ -77,15 +87,19 @@ def _ways(sources: dict[str, set[str]], columns: set[str], rows: set[str]) -> It
         yield (columns - inner) | fed, rows - fed, set(), summed
 
 
-def _walk_back(recording: Recording, start: list[int]) -> tuple[set[str], bool, bool]:
-    """Layers whose outputs reach nodes ``start``; whether no model input does; whether random ops are between."""
+def _walk_back(recording: Recording, start: list[int], convolutions: bool) -> tuple[set[str], bool, bool]:
+    """Layers whose outputs reach nodes ``start``; whether no model input does; whether random ops are between.
+
+    ``convolutions``: those over all channels count as layers.
+    """
     layers: set[str] = set()
     closed, random = True, False
     seen, todo = set(start), list(start)
     while todo:
         node = recording.nodes[todo.pop()]
-        if node.layer is not None:
-            layers.add(node.layer)
+        layer = node.layer or (node.convolution if convolutions else None)
+        if layer is not None:
+            layers.add(layer)
             continue
         closed &= not (node.is_input or node.opaque)
         random |= node.random

@@ -90,7 +90,7 @@ def make_entries(
             continue
         picked = chosen.get(name, Chosen(Replicate(), "default", _why_whole(module)))
         cuts = []
-        channels = channel_cuts(model, name) if isinstance(picked.style, Channels) else {}
+        channels = channel_cuts(model, name, picked.style) if isinstance(picked.style, Channels) else {}
         for key, parameter in own.items():
             if isinstance(picked.style, Experts):
                 cuts.append(cut_of_experts(key, parameter, picked.style, world_size))
@@ -105,7 +105,8 @@ def make_entries(
             with _every_rank_is_asked():
                 implementation = experts_implementation(picked.style, own, count, slots.get(name, 0), group)
         elif isinstance(picked.style, Channels):
-            traffic, implementation = convolution_traffic(module, channels, elements.get(name), world_size), "-"
+            traffic = convolution_traffic(module, channels, elements.get(name), world_size, picked.style)
+            implementation = "-"
         else:
             traffic = traffic_of(picked.style, layer_of(module), own, count, world_size, leader, needs_dx)
             with _every_rank_is_asked():

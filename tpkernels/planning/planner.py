@@ -24,6 +24,7 @@ from tpkernels.planning.hypotheses import Attributes, Proof, Slice
 from tpkernels.planning.inner_blocks import find_inner_blocks
 from tpkernels.planning.kept_layers import kept_layers
 from tpkernels.planning.layers import Layer, layer_of, own_base
+from tpkernels.planning.pair_choices import numbers_by_channel, pair_choices, refuse_by_hand
 from tpkernels.planning.plan import NO_DATA_FLOW, ShardingPlan
 from tpkernels.planning.plan_entries import Chosen, make_entries
 from tpkernels.planning.proofs import SMALL_GROUP, Decision, decide
@@ -145,6 +146,7 @@ class _Planner:
             self.model, self.layers, self.world_size, self.observation, self._tied(), parts=nn.Linear in self.by_itself
         )
         for name, style in self.forced.items():
+            refuse_by_hand(name, style)
             if not isinstance(style, Replicate) and self.traced and name in self._read_directly():
                 raise ValueError(f"the override of {name!r} conflicts with the model: it {READ}, and must stay whole")
             self.chosen[name] = Chosen(style, "override", f"asked for{'' if self._is_seen(name) else '; not proven'}")
@@ -258,7 +260,9 @@ class _Planner:
     def _from_data_flow(self, kept: Mapping[str, str]) -> None:
         assert self.observation is not None
         excluded = {name: reason for name, reason in kept.items() if "fewer features" not in reason}
-        excluded |= {name: "has a tied weight" for name in self._tied() if name in self.layers}
+        excluded |= {
+            name: "has a tied weight" for name in self._tied() if name in self.layers or self._by_channels(name)
+        }
         excluded |= {name: OWN_CODE for name in self.layers if own_base(self.modules[name]) in self.by_itself}
         loose: dict[str, Role] = {}
         style: Style
@@ -293,6 +297,9 @@ class _Planner:
             )
         self._check_heads()
         self._choose_slices()
+        assert self.observation.shadow is not None
+        self.chosen |= pair_choices(self.decision, self.observation.shadow, self.world_size)
+        self.attributes |= numbers_by_channel(self.decision, self.observation.shadow, self.world_size)
         for name, other in self.decision.adapters.items():
             if nn.Linear not in self.by_itself:  # one that stays whole would take a part of the sequence
                 half = Replicate(
@@ -324,7 +331,12 @@ class _Planner:
     def _decide(self, excluded: Mapping[str, str], loose: Mapping[str, Role]) -> Decision:
         assert self.observation is not None
         whole_stream = nn.Linear not in self.by_itself  # else what a feeder gives would be cut along the sequence
-        return decide(self.observation, self.world_size, excluded, loose, feeders=whole_stream)
+        pairs = whole_stream and self.observation.followed
+        return decide(self.observation, self.world_size, excluded, loose, feeders=whole_stream, pairs=pairs)
+
+    def _by_channels(self, name: str) -> bool:
+        shadow = self.observation.shadow if self.observation is not None else None
+        return shadow is not None and (name in shadow.convolutions or name in shadow.by_channel)
 
     def _choose_slices(self) -> None:
         """Cut parameters of modules that stay with the heads that they meet."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
+from tpkernels.planning.convolution_pairs import find_pairs, roles_of
 from tpkernels.planning.example_inputs import Observation
 from tpkernels.planning.hypotheses import Attributes, Proof, Whole
 from tpkernels.planning.layer_groups import Group, find_groups
@@ -23,7 +24,7 @@ from tpkernels.planning.replay import Replay, Role, unlike_ranks
 from tpkernels.planning.search_again import SearchAgain
 from tpkernels.planning.session import Scope
 from tpkernels.planning.shadow import MODES, Mode, Shadow
-from tpkernels.planning.splits import HandedOn, Unproven, divisor
+from tpkernels.planning.splits import HandedOn, Unproven, degrees, divisor
 from tpkernels.planning.trace import Recording
 
 __all__ = ["SMALL_GROUP", "Decision", "decide"]
@@ -41,6 +42,12 @@ class Decision:
     refused: dict[Group, Unproven] = field(default_factory=dict)
     norms: dict[str, Rms] = field(default_factory=dict)
     """Norms over features that are cut."""
+    pairs: list[Group] = field(default_factory=list)
+    """Groups of convolutions, and of layers beside them, that are cut by channels;"""
+    unpaired: dict[Group, Unproven] = field(default_factory=dict)
+    """why others are not."""
+    by_channel: set[str] = field(default_factory=set)
+    """What works on each channel by itself, and takes channels that are cut."""
     fed: set[str] = field(default_factory=set)
     """Columns that read what a feeder gives, so that they do not sum the gradient of their input."""
     partial: set[str] = field(default_factory=set)
@@ -62,22 +69,25 @@ def decide(
     *,
     feeders: bool = True,
     says_all: bool = True,
+    pairs: bool = False,
 ) -> Decision:
     """Prove what can be proven.
 
     Args:
         excluded: layers that may not be cut with others, with the reason.
         feeders: whether layers that stay whole may have their gradients summed.
+        pairs: whether convolutions may be cut in pairs.
         says_all: whether the plan can say that segments of a packed layer are copied, and arguments of modules cut.
         forced: roles of a user's overrides outside of any group that would be found; they are part of the last replay.
     """
     assert observation.shadow is not None and observation.recording is not None
     calls = [call for _, recording in observation.recordings for call in recording.norm_calls.values()]
     observation.shadow.norms = find_norms(observation.shadow.modules, calls)
+    observation.shadow.kept = {*excluded}.union(*(recording.direct for _, recording in observation.recordings))
     widest = None
     for ranks in dict.fromkeys((divisor(world_size), world_size)):
         decider = _Decider(observation, observation.shadow, observation.recording, ranks, excluded, forced)
-        decider.whole_inputs, decider.says_all = not feeders, says_all
+        decider.whole_inputs, decider.says_all, decider.pairs = not feeders, says_all, pairs and not degrees()
         widest = decider.run(widest)
     assert widest is not None
     return widest
@@ -99,7 +109,7 @@ class _Decider:
         self.scopes: dict[Group, str] = {}
         """The modules around the groups."""
         self.decision = Decision()
-        self.whole_inputs, self.says_all = False, True
+        self.whole_inputs, self.says_all, self.pairs = False, True, False
         self._widest: Mapping[Group, Proof] | None = None
 
     def run(self, widest: Decision | None) -> Decision:
@@ -118,6 +128,8 @@ class _Decider:
             self._prove_together(waiting)
         self.shadow.set_mode(self.observation.mode)
         self._prove_whole()
+        if self.pairs:
+            self._pair_convolutions()
         self.decision.random = self._random_pairs()
         for group, error in self.decision.refused.items():
             if _size(group) <= SMALL_GROUP or error.count:
@@ -254,15 +266,46 @@ class _Decider:
                 if not groups:
                     return
                 continue
-            mixed = self._half_partial(replay)
+            mixed = [index for index in self._half_partial(replay) if index < len(groups)]
             if not mixed:
-                self.decision.partial = replay.partial
-                self.decision.fed = {name for name, fed in replay.fed.items() if fed}
-                self.decision.norms = {name: self.shadow.norms[name] for name in sorted(replay.cut_norms)}
+                self._take(replay)
                 return
             for index in mixed:
                 self.decision.refused[groups[index]] = Unproven("a module would have gradients of two kinds")
                 del self.decision.proven[groups[index]]
+
+    def _take(self, replay: Replay) -> None:
+        """What a replay of the whole model that holds has found."""
+        self.decision.partial = replay.partial
+        self.decision.fed = {name for name, fed in replay.fed.items() if fed}
+        self.decision.norms = {name: self.shadow.norms[name] for name in sorted(replay.cut_norms)}
+        self.decision.by_channel = set(replay.cut_channels)
+
+    def _pair_convolutions(self) -> None:
+        """Cut convolutions in pairs as well, as far as that holds on the whole model beside what does already."""
+        proven, pairs = self.decision.proven, list[Group]()
+        barred = {*self.excluded, *self.forced, *self.decision.adapters}
+        barred |= {name for group, proof in proven.items() for name in (*group.layers, *proof.feeders)}
+        for mode, recording in self.observation.firsts:
+            self.shadow.set_mode(mode)
+            search = SearchAgain(self.shadow, recording, self.world_size)
+            found, refused = find_pairs(search, recording, self.world_size, barred)
+            pairs += found
+            self.decision.unpaired |= refused
+            barred |= {name for group in found for name in group.layers}
+        while pairs:
+            try:
+                replay = self._replay(proven, pairs)
+                guilty, error = self._half_partial(replay), Unproven("a module would have gradients of two kinds")
+                if not guilty:
+                    self._take(replay)
+                    break
+            except _Blamed as blamed:
+                guilty, error = set(blamed.groups), blamed.error
+            wrong = [group for index, group in enumerate(pairs, start=len(proven)) if index in guilty] or pairs
+            self.decision.unpaired |= dict.fromkeys(wrong, error)
+            pairs = [group for group in pairs if group not in wrong]
+        self.decision.pairs = pairs
 
     def _half_partial(self, replay: Replay) -> set[int]:
         """Groups that make only some of a module's parameters partial: the module is summed as one."""
@@ -275,20 +318,20 @@ class _Decider:
                 blamed |= replay.partial_groups[name]
             if not own <= replay.partial:
                 blamed |= replay.partial_groups[name]
-        return {index for index in blamed if index < len(self.decision.proven)}
+        return blamed
 
-    def _replay(self, proofs: Mapping[Group, Proof]) -> Replay:
+    def _replay(self, proofs: Mapping[Group, Proof], pairs: Sequence[Group] = ()) -> Replay:
         """Replay the whole model in every mode; the result knows what all of these replays have found.
 
         Raises:
             _Blamed: it does not hold.
         """
         try:
-            return self._replay_modes(proofs)
+            return self._replay_modes(proofs, pairs)
         finally:
             self.shadow.set_mode(self.observation.mode)
 
-    def _replay_modes(self, proofs: Mapping[Group, Proof]) -> Replay:
+    def _replay_modes(self, proofs: Mapping[Group, Proof], pairs: Sequence[Group]) -> Replay:
         roles: dict[str, Role] = {}
         attributes: Attributes = {}
         whole: Whole = {}
@@ -301,9 +344,12 @@ class _Decider:
             attributes |= proof.attributes
             whole |= proof.whole_attributes
             widths |= {name: sum(proof.segments[name]) for name in proof.copies}
+        for number, group in enumerate(pairs, start=len(proofs)):
+            roles |= roles_of(group, self.shadow, number)
+        count = len(proofs) + len(pairs)
         for name, role in self.forced.items():
-            roles.setdefault(name, replace(role, group=len(proofs)))
-        ranks, count = unlike_ranks(roles, self.world_size), len(proofs)
+            roles.setdefault(name, replace(role, group=count))
+        ranks = unlike_ranks(roles, self.world_size)
         merged: Replay | None = None
         for mode, recording in self.observation.recordings:
             call = self.observation.calls[id(recording)]

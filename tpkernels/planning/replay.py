@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from tpkernels.nn.sliced_arguments import named_arguments, with_arguments
+from tpkernels.planning.channel_steps import ChannelSteps
 from tpkernels.planning.op_arguments import numbers_in, same_scalars, shapes_in, without_sizes
 from tpkernels.planning.roles import Role, unlike_ranks
 from tpkernels.planning.rules import RULES, Call, pointwise
@@ -41,7 +42,6 @@ from tpkernels.planning.shadow import Shadow
 from tpkernels.planning.splits import HandedOn, Split, Unproven, divisor, how, part_of_constant, raised
 from tpkernels.planning.tensors import storage_of, tensors_in
 from tpkernels.planning.trace import Example, Recording
-from tpkernels.planning.whole_steps import WholeSteps
 
 __all__ = ["Replay", "Role", "unlike_ranks"]
 
@@ -49,7 +49,7 @@ aten = torch.ops.aten
 _CONSTANT = {aten.zeros, aten.ones, aten.full, aten.new_zeros, aten.new_ones, aten.new_full, aten.empty, aten.new_empty}
 
 
-class Replay(WholeSteps):
+class Replay(ChannelSteps):
     """The run of ``rank`` next to ``recording``; ``attributes`` have a value for each rank.
 
     After a run: ``partial`` names parameters whose gradient each rank has a part of, ``units`` the features of each

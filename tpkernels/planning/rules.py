@@ -353,12 +353,26 @@ def _pad(call: Call) -> Answer:
     return split
 
 
-def _pool(call: Call) -> Answer:
-    """The largest numbers, or means, of windows in the last two dimensions."""
-    split = call.cut()
-    if split.dim >= call.rank_of() - 2:
-        raise Unproven("a dimension that is pooled is cut")
-    return [split] * len(call.outputs) if len(call.outputs) > 1 else split
+def _space(dims: int) -> Callable[[Call], Answer]:
+    """Windows, borders or more points in the last dimensions, the same for all channels."""
+
+    def rule(call: Call) -> Answer:
+        split = call.cut()
+        if split.dim >= call.rank_of() - dims:
+            raise Unproven("a dimension of space is cut")
+        return [split] * len(call.outputs) if len(call.outputs) > 1 else split
+
+    return rule
+
+
+_SPACE = {
+    1: "reflection_pad1d replication_pad1d upsample_nearest1d upsample_linear1d",
+    2: "max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d adaptive_max_pool2d reflection_pad2d "
+       "replication_pad2d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d",
+    3: "max_pool3d_with_indices avg_pool3d _adaptive_avg_pool3d adaptive_max_pool3d reflection_pad3d "
+       "replication_pad3d upsample_nearest3d upsample_trilinear3d",
+}  # fmt: skip
+"""Ops on so many dimensions of space."""
 
 
 _AROUND: dict[str, Callable[[Call], Answer]] = {
@@ -378,7 +392,8 @@ _AROUND: dict[str, Callable[[Call], Answer]] = {
     "native_layer_norm": _norm, "_fused_rms_norm": _norm, "rms_norm": _norm,
     "max": _reduce, "min": _reduce, "index": _index, "copy_": _copy,
     "mm": _mm, "addmm": _addmm, "bmm": _bmm, "baddbmm": _baddbmm, "constant_pad_nd": _pad,
-    "max_pool2d_with_indices": _pool, "avg_pool2d": _pool,
+    **{name: _space(dims) for dims, names in _SPACE.items() for name in names.split()},
+    "hardswish": _same, "hardswish_": _same, "mish_": _same,
     "convolution": _convolution, "linalg_solve_triangular": _solved,
     "native_dropout": lambda call: [call.cut(), call.cut()],
     "_scaled_dot_product_flash_attention_for_cpu": _attention, "_scaled_dot_product_flash_attention": _attention,

@@ -84,7 +84,7 @@ class Search(Hypotheses):
         """A key that is equal for groups that differ only in their place in the model."""
         cut = len(scope.name) + 1 if scope.name else 0
         names = tuple(name[cut:] for name in group.layers)
-        sizes = tuple(self.shadow.layers[name] for name in group.layers)
+        sizes = tuple(self.shadow.sizes[name] for name in group.layers)
         shapes = tuple(str(event.outputs) for event in self.recording.events[scope.start : scope.stop])
         return type(self.shadow.modules[scope.name]), names, sizes, len(group.columns), hash(shapes)
 

@@ -116,6 +116,8 @@ class Node:
     is_input: bool = False
     opaque: bool = False
     """What an opaque module gives, which is whole."""
+    convolution: str | None = None
+    """Over all channels, whose result this is."""
 
 
 @dataclass
@@ -322,6 +324,13 @@ class Session(TorchDispatchMode):
     def norm_called(self, name: str, forward: Callable[..., Any], *given: Tensor) -> Any:
         """A module that may be a norm over the last dimension, called with x alone, or with a gate as well."""
         return forward(*given)
+
+    def channels_called(self, name: str, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """A module that can be cut by channels (:mod:`tpkernels.planning.channel_modules`), called with x alone."""
+        return forward(x)
+
+    def channels_called_otherwise(self, name: str) -> None:
+        """Such a module is called in another way, or within an opaque module."""
 
     def gradient_code_called(self, name: str, tensors: list[Tensor], on_elements: Callable[[], bool]) -> None:
         """The gradients of ``tensors`` pass through code that this run does not see; ``on_elements`` finds out whether

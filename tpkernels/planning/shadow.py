@@ -26,6 +26,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_map, tree_map_only
 
 from tpkernels.nn.cut_experts import caller_of
+from tpkernels.planning.channel_modules import channels_of, is_batched, works_by_channel
 from tpkernels.planning.experts import KnownExperts
 from tpkernels.planning.fake_answers import GUESSES, Answers
 from tpkernels.planning.gradient_code import code_of_gradients
@@ -73,6 +74,8 @@ class Shadow:
     """Modules of experts, each of whose calls is one step."""
     norms: Mapping[str, Rms] = MappingProxyType({})
     """Of RMS norms that are called with one tensor."""
+    kept: Container[str] = frozenset()
+    """Modules that work on each channel by itself, and stay whole."""
 
     def __init__(self, model: nn.Module, caches: Caches, experts: Mapping[str, KnownExperts] = experts) -> None:
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -103,6 +106,13 @@ class Shadow:
         self.given: list[tuple[Tensor, Tensor]] = []
         """Inputs of runs, and their numbers."""
         self.layers: dict[str, Layer] = {}
+        self.convolutions = {
+            name: Layer("convolution", *channels)
+            for name, module in self.modules.items() if (channels := channels_of(module)) is not None
+        }  # fmt: skip
+        """Those over all channels."""
+        self.by_channel = {name for name, module in self.modules.items() if works_by_channel(module)}
+        """What works on each channel by itself."""
         self.owners: dict[int, str] = {}
         """Layers by the ids of their parameters."""
         self.asked: set[str] = set()
@@ -110,10 +120,10 @@ class Shadow:
         self.attentions = {
             id(parameter): name
             for name, module in self.modules.items()
-            if isinstance(module, nn.MultiheadAttention | _ConvNd)
-            for parameter in module.parameters()
+            if isinstance(module, nn.MultiheadAttention | _ConvNd) or name in self.by_channel
+            for parameter in (*module.parameters(), *module.buffers())
         }
-        """torch's attention modules and convolutions by the ids of theirs."""
+        """torch's attention modules, convolutions and norms of channels by the ids of theirs."""
         self.originals = {id(parameter): name for name, parameter in model.named_parameters()}
         """The model's own parameters, which only code reads that keeps them outside of their modules."""
         self.holders = {id(module): name for name, module in model.named_modules()}
@@ -135,12 +145,15 @@ class Shadow:
             else:
                 module.register_forward_pre_hook(self._entering(name), with_kwargs=True)
                 module.register_forward_hook(self._leaving(name))
-                if may_be_norm(module):
+                if name in self.convolutions or name in self.by_channel:
+                    module.forward = self._by_channels(name, module, module.forward)
+                elif may_be_norm(module):
                     module.forward = self._norming(name, module.forward)
                 if name in experts:
                     self.owners |= {id(parameter): name for parameter in module.parameters(recurse=False)}
                 if name in called:
                     module.forward = self._mixing(called[name])
+        self.sizes = self.layers | self.convolutions
         self.weights = weights_of_layers(self)
         """Layers by the ids of their weights, where a product with the weight is a call of the layer."""
 
@@ -311,6 +324,19 @@ class Shadow:
             return self.session.norm_called(name, forward, *args)
 
         return norm
+
+    def _by_channels(self, name: str, module: nn.Module, forward: Callable[..., Any]) -> Any:
+        @functools.wraps(forward)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            alone = len(args) == 1 and isinstance(args[0], Tensor) and not kwargs and is_batched(module, args[0])
+            if self.session is None:
+                return forward(*args, **kwargs)
+            if alone and self.session.quiet is None:
+                return self.session.channels_called(name, forward, args[0])
+            self.session.channels_called_otherwise(name)
+            return forward(*args, **kwargs)
+
+        return called
 
     def _quietly(self, name: str, forward: Callable[..., Any]) -> Any:
         @functools.wraps(forward)

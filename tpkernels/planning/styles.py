@@ -118,8 +118,22 @@ class Features:
 class Channels:
     """Cut a convolution of torch's in place by its output channels, and gather these: whole tensors go in and come out.
 
-    Each rank computes its channels, from all input channels or, with groups, from those of its groups.
+    Each rank computes its channels, from all input channels or, with groups, from those of its groups.  Of a pair that
+    the data flow proves the first one does not gather, and the second one takes this rank's input channels, and is
+    summed.
     """
+
+    gather_output: bool = True
+    inputs: bool = False
+
+    def __post_init__(self) -> None:
+        if self.inputs and not self.gather_output:
+            raise ValueError("a convolution gives this rank's channels, or takes them and is summed, not both")
+
+    @property
+    def paired(self) -> bool:
+        """Whether it takes, or gives, this rank's channels."""
+        return self.inputs or not self.gather_output
 
 
 @dataclass(frozen=True)

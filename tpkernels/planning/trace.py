@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_leaves
 
+from tpkernels.planning.channel_modules import ChannelCall
 from tpkernels.planning.part_norms import NormCall, numbers_in
 from tpkernels.planning.session import (
     TRANSPARENT,
@@ -94,6 +95,11 @@ class Recording(Session):
         self.layer_inputs: dict[str, list[int]] = {}
         self.norm_calls: dict[int, NormCall] = {}
         """Of modules that may be norms, by the event that each begins with."""
+        self.channel_calls: dict[int, ChannelCall] = {}
+        """Of modules that can be cut by channels, in the same way,"""
+        self.called_otherwise: set[str] = set()
+        """and those of them that are called with more than a tensor, or inside of an opaque module."""
+        self.convolution_inputs: dict[str, list[int]] = {}
         self.layer_reads: dict[str, list[tuple[int, int]]] = {}
         """Of each call of a layer: which tensor it read, and the node that had last written it."""
         self.callers: dict[str, str] = {}
@@ -214,6 +220,22 @@ class Recording(Session):
             call = NormCall(name, len(self.events), sources, self.source(y), tuple(y.shape), numbers)
             self.norm_calls[start] = call
         return y
+
+    def channels_called(self, name: str, forward: Any, x: Tensor) -> Tensor:
+        start, source = len(self.events), self.source(x)
+        inputs = [self._node_of[id(x)]] if id(x) in self._node_of else []
+        y: Tensor = forward(x)
+        shapes = tuple(x.shape), tuple(y.shape)
+        self.channel_calls[start] = ChannelCall(name, len(self.events), source, self.source(y), *shapes, y.dtype)
+        if name in self.shadow.convolutions:
+            self.convolution_inputs.setdefault(name, []).extend(inputs)
+            behind = [self._node_of[id(y)]] if id(y) in self._node_of else []
+            self.nodes.append(Node(behind, convolution=name))
+            self._node_of[id(y)] = len(self.nodes) - 1
+        return y
+
+    def channels_called_otherwise(self, name: str) -> None:
+        self.called_otherwise.add(name)
 
     def before_opaque(self, name: str, args: Any, kwargs: Any) -> None:
         self.callers[name], self.last_opaque = (self._open[-2].name if len(self._open) > 1 else ""), name

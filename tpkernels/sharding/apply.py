@@ -34,6 +34,7 @@ from tpkernels.nn.embedding import VocabParallelEmbedding
 from tpkernels.nn.feature_embedding import FeatureParallelEmbedding
 from tpkernels.nn.multihead import ParallelMultiheadAttention, why_not_parallel
 from tpkernels.nn.packed import PackedColumnParallelLinear
+from tpkernels.nn.paired_convolution import pair_channels
 from tpkernels.nn.parameters import check_unit, tp_mesh
 from tpkernels.nn.part_norm import PartRMSNorm
 from tpkernels.nn.replicated import Converted, replicate_parameters
@@ -221,8 +222,11 @@ def parallelize(
         old.__class__, old.__dict__ = type(new), new.__dict__
     for outer, inner in {modules[n.rpartition(".")[0]]: n for n, s in experts_styles.items() if s.rows}.items():
         call_inner(outer, inner.rpartition(".")[2])
-    for convolution in convolutions:
-        cut_channels(convolution, tp)
+    for convolution, channels in convolutions:
+        if channels.paired:
+            pair_channels(convolution, tp, inputs=channels.inputs)
+        else:
+            cut_channels(convolution, tp)
     call_cut_layers(model, [old for old, _ in replacements])
     # A ShardingPlan says of each module what happens to its own parameters, a mapping of all that a module holds,
     # outer modules last, because what an inner one was told holds.
@@ -257,7 +261,7 @@ def parallelize(
         else:
             forks += [differ_between(modules[opener], modules[closer], tp) for opener, closer in plan.random]
         leave_on_errors(model, forks)
-        if any(isinstance(style, Column | CopiedHeads | Features | Heads) for style in styles.values()):
+        if any(map(_makes_parts, styles.values())):
             whole_outputs(model, tp)
     elif same_bits:
         refuse_draws(
@@ -267,6 +271,11 @@ def parallelize(
     if verify:
         compare_batches(model, tp)
     return speak_originals(model)
+
+
+def _makes_parts(style: Style) -> bool:
+    paired = isinstance(style, Channels) and style.paired
+    return paired or isinstance(style, Column | CopiedHeads | Features | Heads)
 
 
 def _blocks(tp: DeviceMesh, same_bits: int | None) -> int:

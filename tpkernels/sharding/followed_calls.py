@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.module import register_module_forward_hook
 
 from tpkernels.nn.column import ColumnParallelLinear
@@ -19,6 +21,7 @@ from tpkernels.nn.copied_heads import CopiedHeadsLinear
 from tpkernels.nn.feature_embedding import FeatureParallelEmbedding
 from tpkernels.nn.multihead import ParallelMultiheadAttention
 from tpkernels.nn.packed import PackedColumnParallelLinear
+from tpkernels.nn.paired_convolution import gives_channels, takes_channels
 from tpkernels.nn.row import RowParallelLinear
 from tpkernels.nn.sliced import read_packed, sliced_parameters
 from tpkernels.partition import chunk_sizes
@@ -84,20 +87,38 @@ class Followed(AbstractContextManager["Followed"]):
         if sizes and (copied or _leaves_places_out(module) or self.parts.of(output) is None):
             self.parts.mark(output, frozenset([Split(output.dim() - 1, sizes, copied=copied, behind=behind)]))
         if isinstance(module, RowParallelLinear) and not module.split_input and id(module) not in self.own_rows:
-            self._check_row(module, *args, **kwargs)
+            self._check_row(module, -1, *args, **kwargs)
+        self._follow_channels(module, args, output)
         if module is not self.model:
             self._check_hooks(module, args, kwargs, output)
 
-    def _check_row(self, module: RowParallelLinear, x: Tensor, **_: object) -> None:
+    def _follow_channels(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Mark what is cut by channels as the plan has proven it, and check what takes it."""
+        x = args[0] if args else None
+        if not isinstance(output, Tensor) or not isinstance(x, Tensor):
+            return
+        if gives_channels(module):
+            channels = output.dim() - len(module.kernel_size) - 1  # type: ignore[arg-type]
+            self.parts.mark(output, frozenset([Split(channels, (output.shape[channels],))]))
+        elif takes_channels(module):
+            self._check_row(module, -1 - len(module.kernel_size), x)  # type: ignore[arg-type]
+        elif isinstance(module, _NormBase) or (
+            isinstance(module, nn.GroupNorm | _ConvNd) and getattr(module, "_tpk_sliced", None) is not None
+        ):
+            mark = self.parts.of(x)
+            if mark and Split(1, (x.shape[1],)) in mark:
+                self.parts.mark(output, frozenset([Split(1, (output.shape[1],))]))
+
+    def _check_row(self, module: nn.Module, dim: int, x: Tensor, **_: object) -> None:
         """Refuse an input that a row's weight is not cut for: the plan's proof holds for calls like the traced ones."""
         mark, name = self.parts.of(x), self.names[id(module)]
         if not mark:
             self.unknown.append(name)
-        elif Split(x.dim() - 1, (x.shape[-1],)) not in mark:
+        elif Split(dim % x.dim(), (x.shape[dim],)) not in mark:
             self.other_ways.append(
-                f"this call gives {name!r}, a row of the plan, a part that is not cut by features as its weight is: it "
-                "takes another path than the calls that the plan was proven for; make the plan with example_inputs as "
-                'those of this call, or with overrides={...: "replicate"}'
+                f"this call gives {name!r}, a row of the plan, a part that is not cut by features or channels as its "
+                "weight is: it takes another path than the calls that the plan was proven for; make the plan with "
+                'example_inputs as those of this call, or with overrides={...: "replicate"}'
             )
 
     def _check_hooks(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

@@ -43,18 +43,19 @@ def check_column(name: str, layer: Layer, style: Column, world_size: int) -> Non
 
 def convolutions_in(
     model: nn.Module, modules: Mapping[str, nn.Module], styles: Mapping[str, Style], world_size: int, same_bits: int
-) -> list[nn.Module]:
-    """The modules that are to be cut by their channels, each once.
+) -> list[tuple[nn.Module, Channels]]:
+    """The modules that are to be cut by their channels, each once, and how.
 
     Raises:
         ValueError: one is no convolution that can be cut so, or shares a parameter with another module.
     """
-    found = {id(modules[name]): name for name, style in styles.items() if isinstance(style, Channels)}
+    cut = {name: style for name, style in styles.items() if isinstance(style, Channels)}
+    found = {id(modules[name]): name for name in cut}
     normed = {id(made) for name in found.values() if (made := weight_norm_of(modules[name])) is not None}
     found = {key: name for key, name in found.items() if key not in normed}  # these go with their convolutions
     holders = Counter(id(one) for _, module in model.named_modules() for one in module.parameters(recurse=False))
     for name in found.values():
-        check_channels(name, modules[name], world_size, same_bits)
+        check_channels(name, modules[name], world_size, cut[name], same_bits)
         if any(holders[id(one)] > 1 for one in modules[name].parameters()):
             raise ValueError(f"module {name!r} has a parameter that is tied to another module's: leave both whole")
-    return [modules[name] for name in found.values()]
+    return [(modules[name], cut[name]) for name in found.values()]

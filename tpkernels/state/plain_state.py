@@ -255,7 +255,7 @@ class _Load:
             local = local.to(device_of(self._module) if like.is_meta else like.device)
         local = local.clone(memory_format=torch.contiguous_format) if self._assign else local.contiguous()
         made = cast(DTensor, as_real(part, local))
-        return as_parameter(made, like.requires_grad) if self._assign else made
+        return as_parameter(made, like.requires_grad) if self._assign and isinstance(like, nn.Parameter) else made
 
 
 def cut_alike(value: DTensor, like: Tensor) -> bool:

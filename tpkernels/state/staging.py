@@ -91,7 +91,9 @@ def as_real(part: Part, values: Tensor) -> Tensor:
 
 def _materialise(part: Part, values: Tensor) -> None:
     parameter = part.tensor
-    whole = as_parameter(cast(DTensor, as_real(part, values)), parameter.requires_grad)
+    whole = cast(DTensor, as_real(part, values))
+    if isinstance(parameter, nn.Parameter):
+        as_parameter(whole, parameter.requires_grad)
     vars(whole).update({key: value for key, value in vars(parameter).items() if not hasattr(whole, key)})
     torch.utils.swap_tensors(parameter, whole)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from tpkernels.nn.gathering import gathered
 from tpkernels.state.originals import originals_of
 from tpkernels.verification.bounds import Bound, bounds_of
 from tpkernels.verification.model_passes import Pass, is_state
@@ -123,8 +124,8 @@ def compare(expected: Expected, model: nn.Module, found: Pass) -> list[Row]:
     buffers = dict(model.named_buffers())
     for name, bound in expected.buffers.items():
         held = buffers.get(name)
-        if held is not None and not isinstance(held, DTensor) and held.shape == _shape(bound, held):
-            rows.append(_row("buffer", name, bound, held))
+        if held is not None and held.shape == _shape(bound, held):
+            rows.append(_row("buffer", name, bound, gathered(held)))
     return rows
 
 

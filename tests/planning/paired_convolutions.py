@@ -1,0 +1,148 @@
+"""Small models of convolutions that are cut in pairs, and some that only look like it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["CUT", "WHOLE", "inputs", "made"]
+
+
+class Residual(nn.Module):
+    """A block of ResNet: what it adds is whole."""
+
+    def __init__(self, *layers: nn.Module, last: nn.Module | None = None) -> None:
+        super().__init__()
+        self.layers, self.last = nn.Sequential(*layers), last
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = (x + self.layers(x)).relu()
+        return y if self.last is None else self.last(y)
+
+
+class Squeezed(nn.Module):
+    """A block of EfficientNet: each channel is multiplied by what is made of the means of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.expand, self.depthwise = conv(4, 13, 1), nn.Conv2d(13, 13, 3, 2, padding=1, groups=13)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(13, momentum=0.3) for _ in range(2))
+        self.reduce, self.gate, self.project = nn.Conv2d(13, 3, 1), nn.Conv2d(3, 13, 1), conv(13, 5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norms[1](self.depthwise(nn.functional.silu(self.norms[0](self.expand(x)))))
+        gate = self.gate(nn.functional.silu(self.reduce(x.mean((2, 3), keepdim=True)))).sigmoid()
+        y: Tensor = self.project(x * gate)
+        return y
+
+
+class Reading(nn.Module):
+    """Something about the norm between is used past it."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.first, self.norm, self.second, self.what = conv(3, 8), nn.BatchNorm2d(8), conv(8, 4), what
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.first(x))
+        if self.what == "norm of both":
+            self.norm(torch.cat([x, x, x], 1)[:, :8])
+        y: Tensor = self.second(h.relu())
+        if self.what == "norm is read":
+            y = y * self.norm.running_mean.mean()  # type: ignore[union-attr]
+        if self.what == "weight is read":
+            y = y * self.second.weight.mean()
+        return y * h.mean() if self.what == "part leaves" else y
+
+
+def conv(taken: int, given: int, size: int = 3, **options: Any) -> nn.Conv2d:
+    return nn.Conv2d(taken, given, size, padding=size // 2, **options)
+
+
+def basic() -> nn.Module:
+    middle = nn.BatchNorm2d(7, momentum=0.3)
+    block = Residual(conv(5, 7, bias=False), middle, nn.ReLU(inplace=True), conv(7, 5, bias=False), nn.BatchNorm2d(5))
+    return nn.Sequential(block, Residual(conv(5, 7), nn.BatchNorm2d(7, affine=False), nn.GELU(), conv(7, 5)))
+
+
+def bottleneck() -> nn.Module:
+    layers = [conv(14, 7, 1), nn.BatchNorm2d(7), nn.ReLU(), conv(7, 7), nn.BatchNorm2d(7), nn.ReLU()]
+    return Residual(*layers, conv(7, 14, 1), nn.BatchNorm2d(14), last=nn.MaxPool2d(2))
+
+
+def grouped() -> nn.Module:
+    """Whole groups on two ranks and on three."""
+    between = [
+        nn.GroupNorm(6, 12),
+        nn.Hardswish(),
+        conv(12, 24, groups=6, padding_mode="reflect"),
+        nn.InstanceNorm2d(24),
+    ]
+    return nn.Sequential(conv(3, 12), *between, nn.AvgPool2d(2), nn.AdaptiveAvgPool2d(3), conv(24, 5))
+
+
+def transposed() -> nn.Module:
+    up = nn.ConvTranspose2d(3, 7, 3, stride=2, output_padding=1, padding=1)
+    return nn.Sequential(up, nn.BatchNorm2d(7), nn.LeakyReLU(), nn.ConvTranspose2d(7, 2, 2, dilation=2, bias=False))
+
+
+def one_dimension() -> nn.Module:
+    """As audio models have them."""
+    layers = [nn.Conv1d(2, 7, 5, stride=2, bias=False), nn.GroupNorm(7, 7), nn.GELU(), nn.Conv1d(7, 6, 3, dilation=2)]
+    return nn.Sequential(nn.Flatten(2), *layers)
+
+
+def three_dimensions() -> nn.Module:
+    first = nn.Conv3d(1, 7, 2, padding="same", padding_mode="circular")
+    return nn.Sequential(nn.Unflatten(1, (1, 3)), first, nn.BatchNorm3d(7), nn.SiLU(), nn.Conv3d(7, 3, 2))
+
+
+def head() -> nn.Module:
+    """A linear takes the means of channels."""
+    return nn.Sequential(
+        conv(3, 13), nn.BatchNorm2d(13), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(13, 5)
+    )
+
+
+def two() -> nn.Module:
+    return nn.Sequential(conv(3, 7), nn.ReLU(), conv(7, 4))
+
+
+def wide() -> nn.Module:
+    """The sum of the second is larger than all that is sent for each by itself."""
+    return nn.Sequential(conv(3, 6), nn.ReLU(), conv(6, 64))
+
+
+CUT: dict[str, Callable[[], nn.Module]] = {
+    "two": two, "basic": basic, "bottleneck": bottleneck, "squeezed": Squeezed, "grouped": grouped,
+    "transposed": transposed, "one dimension": one_dimension, "three dimensions": three_dimensions, "head": head,
+}  # fmt: skip
+WHOLE: dict[str, Callable[[], nn.Module]] = {
+    "wide": wide,
+    "part leaves": lambda: Reading("part leaves"),
+    "norm is read": lambda: Reading("norm is read"),
+    "norm of both": lambda: Reading("norm of both"),
+    "weight is read": lambda: Reading("weight is read"),
+    "norm over channels": lambda: nn.Sequential(conv(3, 8), nn.GroupNorm(1, 8), nn.ReLU(), conv(8, 4)),
+    "mixed channels": lambda: nn.Sequential(conv(3, 16), nn.PixelShuffle(2), conv(4, 2)),
+    "dropped": lambda: nn.Sequential(conv(3, 8), nn.Dropout(0.5), conv(8, 4)),
+}
+
+
+def made(name: str) -> nn.Module:
+    """In fp64, with norms that are not at their start."""
+    torch.manual_seed(3)
+    model = {**CUT, **WHOLE}[name]().double()
+    for module in model.modules():
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None and tensor.dim() == 1:
+                torch.nn.init.uniform_(tensor, 0.5, 1.5)
+    return model
+
+
+def inputs(name: str) -> Tensor:
+    channels = {"basic": 5, "bottleneck": 14, "squeezed": 4, "one dimension": 2}.get(name, 3)
+    return torch.randn(2, channels, 8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(5))

@@ -1,0 +1,178 @@
+"""Convolutions that are cut in pairs: what a plan proves, and values, gradients and buffers against the whole model."""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tpkernels as tpk
+from tests.nn.reference import LIMIT_S, tp_mesh
+from tests.planning.paired_convolutions import CUT, WHOLE, inputs, made
+from tpkernels.errors import UnprovenCallWarning
+from tpkernels.nn.gathering import gathered
+from tpkernels.nn.paired_convolution import why_not_paired
+from tpkernels.planning.styles import Channels, Replicate, Row, Sliced
+from tpkernels.sharding.same_bits import check_styles
+from tpkernels.testing.spawn import Pools
+
+GIVES, TAKES = Channels(gather_output=False), Channels(inputs=True)
+LIMIT = 1e-12
+PAIRS = {
+    "two": ("0 2", ""), "basic": ("0.layers.0 0.layers.3 1.layers.0 1.layers.3", "0.layers.1 1.layers.1"),
+    "bottleneck": ("layers.0 layers.3", "layers.1"), "grouped": ("0 7", "1 3"), "transposed": ("0 3", "1"),
+    "squeezed": ("expand reduce gate project", "depthwise norms.0 norms.1"), "one dimension": ("1 4", "2"),
+    "three dimensions": ("1 4", "2"), "head": ("0", "1"),
+}  # fmt: skip
+"""By model: the convolutions that are cut in pairs, and what is cut between them."""
+
+
+def planned(name: str, world: int, **options: Any) -> tpk.ShardingPlan:
+    return tpk.make_plan(made(name), world, example_inputs=inputs(name), **options)
+
+
+def paired(plan: tpk.ShardingPlan) -> str:
+    return " ".join(e.path for e in plan.entries if isinstance(e.style, Channels) and e.style.paired)
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("name", CUT)
+def test_a_convolution_gives_its_channels_to_one_that_sums_them(name: str) -> None:
+    for world in (2, 3):
+        plan = planned(name, world)
+        assert (paired(plan), " ".join(e.path for e in plan.entries if isinstance(e.style, Sliced))) == PAIRS[name]
+    assert tpk.ShardingPlan.from_json(plan.to_json()) == plan
+    if name == "squeezed":
+        assert plan.attributes == {"depthwise.groups": (13, (5, 5, 3))}
+        assert plan["depthwise"].parameters[0].local_shapes == ((5, 1, 3, 3), (5, 1, 3, 3), (3, 1, 3, 3))
+    if name == "head":
+        assert plan["5"].style == Row()
+    if name == "basic":
+        assert plan["0.layers.3"].parameters[0].local_shapes[2] == (5, 1, 3, 3), "its weight has a rank's inputs"
+        assert plan["0.layers.4"].style == Replicate(), "what goes into it is whole"
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_only_looks_like_a_pair_is_gathered(name: str) -> None:
+    plan = planned(name, 2)
+    assert paired(plan) == "" and not any(isinstance(entry.style, Sliced) for entry in plan.entries)
+
+
+@pytest.mark.cpu
+def test_a_pair_sends_one_sum_and_never_more_than_two_gathers() -> None:
+    plan, x = planned("basic", 2), 8 * 2 * 5 * 8 * 6
+    first, second = plan["1.layers.0"], plan["1.layers.3"]
+    assert (first.forward, first.backward, first.wire_bytes) == ("-", "all-reduce of dx", x)
+    assert (second.forward, second.backward, second.wire_bytes) == ("all-reduce of y", "-", x)
+    for name in (*CUT, "wide"):
+        model = made(name)
+        convolutions = {n: m for n, m in model.named_modules() if isinstance(m, nn.modules.conv._ConvNd)}
+        styles = {n: "replicate" if m.groups > 1 else "channels" for n, m in convolutions.items()}
+        alone = planned(name, 2, overrides=styles)
+        assert planned(name, 2).wire_bytes <= alone.wire_bytes, name
+
+
+@pytest.mark.cpu
+def test_overrides_keep_a_pair_apart_and_cannot_ask_for_half_of_one() -> None:
+    for name in ("0.layers.0", "0.layers.1"):
+        plan = planned("basic", 2, overrides={name: "replicate"})
+        assert paired(plan) == "1.layers.0 1.layers.3" and plan[name].style == Replicate()
+    with pytest.raises(ValueError, match="asks for one convolution of a pair, which only the data flow can prove"):
+        planned("basic", 2, overrides={"0.layers.0": GIVES})
+    with pytest.raises(ValueError, match="not both"):
+        Channels(gather_output=False, inputs=True)
+    for module, options, why in (
+        (nn.Conv1d(4, 6, 3, groups=2), {"inputs": True}, "has 2 groups"),
+        (nn.Conv1d(2, 6, 3), {"inputs": True}, r"takes too few channels \(2\) for 3 ranks"),
+        (nn.Conv1d(6, 2, 3), {"inputs": False}, r"has too few channels \(2\) for 3 ranks"),
+        (nn.utils.parametrizations.weight_norm(nn.Conv1d(6, 6, 3)), {"inputs": False}, "a norm makes"),
+    ):
+        assert re.search(why, why_not_paired(module, 3, **options) or "it can be cut"), why
+
+
+@pytest.mark.cpu
+def test_with_same_bits_nothing_is_cut_in_pairs() -> None:
+    """Also what stands between linear layers, where a norm would be cut."""
+    model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(32, 16),
+                          nn.BatchNorm1d(16), nn.Linear(16, 8))  # fmt: skip
+    x = torch.zeros(2, 4, 6, 6)
+    for options in ({}, {"same_bits": 4}):
+        plan = tpk.make_plan(model, 2, example_inputs=x, **options)  # type: ignore[arg-type]
+        assert (paired(plan) == "") == isinstance(plan["5"].style, Replicate) == bool(options)
+    check_styles(plan.styles, 4)
+    for style in (GIVES, TAKES):
+        with pytest.raises(ValueError, match="is a convolution of a pair, whose bits depend on the number"):
+            check_styles({"0": style}, 4)
+
+
+def step(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """One step of training, and what comes of it: outputs in training and evaluation, gradients, buffers."""
+    x = x.clone().requires_grad_()
+    model.zero_grad()
+    y = model.train()(x)
+    y.backward(torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(7)))
+    with torch.no_grad():
+        later = model.eval()(x)
+    assert x.grad is not None
+    found = {"y": y.detach(), "dx": x.grad, "later": later}
+    found |= {f"d{name}": gathered(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    return found | {name: gathered(buffer) for name, buffer in model.named_buffers()}
+
+
+def differing(what: str, found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
+    if found.keys() != expected.keys():
+        return [f"{what}: {sorted(found.keys() ^ expected.keys())}"]
+    off = {key: float((found[key] - value).abs().max()) for key, value in expected.items()}
+    return [f"{what}: {key} by {off[key]}" for key, value in expected.items()
+            if not off[key] <= LIMIT * max(1.0, float(value.abs().max()))]  # fmt: skip
+
+
+def compare(names: list[str]) -> list[str]:
+    wrong = []
+    for name in names:
+        plain, x = made(name), inputs(name)
+        plan = tpk.make_plan(plain, tp_mesh(), example_inputs=x)
+        model = copy.deepcopy(tpk.parallelize(copy.deepcopy(plain), tp_mesh(), plan))
+        assert paired(plan) == PAIRS[name][0]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UnprovenCallWarning)
+            wrong += differing(name, step(model, x), step(plain, x))
+        wrong += differing(f"state of {name}", tpk.full_state_dict(model), plain.state_dict())
+        meta = tpk.parallelize(made(name).to("meta"), tp_mesh(), plan)
+        tpk.load_full_state_dict(meta, plain.state_dict())
+        wrong += differing(f"{name} from the meta device", step(meta, x), step(plain, x))
+        first = made(name)
+        model.load_state_dict(first.state_dict())
+        meta.load_state_dict({key: one.clone() for key, one in first.state_dict().items()}, assign=True)
+        expected = step(first, x)
+        wrong += differing(f"{name} loaded", step(model, x), expected)
+        wrong += differing(f"{name} assigned", step(meta, x), expected)
+    return wrong
+
+
+def by_hand() -> list[str]:
+    plain, x = made("two"), inputs("two")
+    model = tpk.parallelize(copy.deepcopy(plain), tp_mesh(), {"0": GIVES, "2": TAKES})
+    for module, fresh in ((model[0], plain[0]), (model[2], plain[2])):  # type: ignore[index]
+        for one in (module, fresh):
+            torch.manual_seed(4)
+            one.reset_parameters()
+    assert "shards=" in repr(model[0]) and "shards=" in repr(model[2])  # type: ignore[index]
+    with pytest.raises(ValueError, match="spatial dimensions behind"):
+        model[2](torch.zeros(2, 7, 8, 8).double())  # type: ignore[index]
+    return differing("by hand", step(model, x), step(plain, x))
+
+
+@pytest.mark.gloo
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("world", [3, 2])
+def test_values_gradients_and_buffers_are_those_of_the_whole_model(ranks: Pools, world: int, full: bool) -> None:
+    names = list(CUT) if full else ["basic", "squeezed", "one dimension", "head"]
+    assert ranks(world).run(compare, names, timeout=LIMIT_S) == [[]] * world
+    assert ranks(world).run(by_hand, timeout=LIMIT_S) == [[]] * world
