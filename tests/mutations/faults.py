@@ -225,7 +225,7 @@ def _rules() -> dict[str, Fault]:
         name = str(packet).rpartition(".")[2]
         if rules.RULES[packet] is rules._same or name == "native_dropout":
             found[f"{name} gives something whole"] = partial(_with_rule, packet, _whole)
-        elif name not in _REFUSING_NOTHING:
+        elif name not in _REFUSING_NOTHING | _ON_SPACE:
             if name in _GUARDED:
                 found[f"{name} refuses nothing, nor does the rest"] = partial(_careless, packet, alone=False)
             else:
@@ -238,6 +238,11 @@ def _rules() -> dict[str, Fault]:
 
 
 _REFUSING_NOTHING = {"transpose", "t", "permute", "unsqueeze", "squeeze", "expand"}
+_ON_SPACE = {name for names in rules._SPACE.values() for name in names.split()} - {
+    "max_pool2d_with_indices",
+    "avg_pool2d",
+}
+"""Ops that share their one check with these two; an edit of that line is a fault as well."""
 _GUARDED = {"sum", "mean", "amax", "amin", "max", "min", "index", "var", "std", "var_mean", "logsumexp",
             "linalg_vector_norm", "mm", "addmm", "baddbmm", "native_layer_norm", "stack", "cat", "view", "repeat",
             "constant_pad_nd"}  # fmt: skip
@@ -305,8 +310,8 @@ def _planner() -> dict[str, Fault]:
 def _without_partial() -> Any:
     original = proofs._Decider.run
 
-    def run(self: Any) -> Any:
-        decision = original(self)
+    def run(self: Any, widest: Any) -> Any:
+        decision = original(self, widest)
         decision.partial = set()
         return decision
 

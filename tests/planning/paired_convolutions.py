@@ -44,18 +44,46 @@ class Reading(nn.Module):
 
     def __init__(self, what: str) -> None:
         super().__init__()
-        self.first, self.norm, self.second, self.what = conv(3, 8), nn.BatchNorm2d(8), conv(8, 4), what
+        self.first, self.second, self.what = conv(3, 8), conv(8, 4), what
+        self.norm = nn.GroupNorm(8, 8, affine=False) if "both" in what else nn.BatchNorm2d(8)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(self.first(x))
-        if self.what == "norm of both":
-            self.norm(torch.cat([x, x, x], 1)[:, :8])
         y: Tensor = self.second(h.relu())
+        if self.what == "norm of both":
+            y = y + self.norm(y.repeat(1, 2, 1, 1)).mean()
+        if self.what == "norm of both by name":
+            y = y + self.norm(input=y.repeat(1, 2, 1, 1)).mean()
         if self.what == "norm is read":
-            y = y * self.norm.running_mean.mean()  # type: ignore[union-attr]
+            y = y * self.norm.running_mean.mean()  # type: ignore[operator, union-attr]
         if self.what == "weight is read":
             y = y * self.second.weight.mean()
         return y * h.mean() if self.what == "part leaves" else y
+
+
+class Turned(nn.Module):
+    """Channels change places with rows, twice with a pool between."""
+
+    def __init__(self, pool: bool) -> None:
+        super().__init__()
+        self.pool = pool
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.transpose(1, 2)
+        return nn.functional.max_pool2d(x, 1).transpose(1, 2) if self.pool else x
+
+
+class CalledTwice(nn.Module):
+    """The second takes channels that are cut, and whole ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = conv(8, 8), conv(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.repeat(1, 3, 1, 1)[:, :8]
+        y: Tensor = self.second(self.first(x).relu()) + self.second(x)
+        return y
 
 
 def conv(taken: int, given: int, size: int = 3, **options: Any) -> nn.Conv2d:
@@ -125,9 +153,14 @@ WHOLE: dict[str, Callable[[], nn.Module]] = {
     "part leaves": lambda: Reading("part leaves"),
     "norm is read": lambda: Reading("norm is read"),
     "norm of both": lambda: Reading("norm of both"),
+    "norm of both by name": lambda: Reading("norm of both by name"),
     "weight is read": lambda: Reading("weight is read"),
     "norm over channels": lambda: nn.Sequential(conv(3, 8), nn.GroupNorm(1, 8), nn.ReLU(), conv(8, 4)),
     "mixed channels": lambda: nn.Sequential(conv(3, 16), nn.PixelShuffle(2), conv(4, 2)),
+    "another space": lambda: nn.Sequential(conv(3, 8), Turned(pool=True), conv(8, 4)),
+    "turned": lambda: nn.Sequential(conv(3, 8), Turned(pool=False), conv(8, 4)),
+    "halves of groups": lambda: nn.Sequential(conv(3, 9), nn.GroupNorm(3, 9), nn.ReLU(), conv(9, 4)),
+    "called twice": CalledTwice,
     "dropped": lambda: nn.Sequential(conv(3, 8), nn.Dropout(0.5), conv(8, 4)),
 }
 

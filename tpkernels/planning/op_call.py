@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from tpkernels.planning.splits import Split, Unproven
 
-__all__ = ["Answer", "Call", "pointwise"]
+__all__ = ["Answer", "Call", "is_pointwise", "pointwise"]
+
+_UNTAGGED = {torch.ops.aten.hardswish, torch.ops.aten.hardswish_, torch.ops.aten.mish_}
+"""Elementwise ops that lack the tag (torch 2.13)."""
 
 Answer = Split | None | list[Split | None]
 
@@ -49,6 +54,11 @@ class Call:
 
     def rank_of(self, index: int = 0) -> int:
         return len(self.whole[index])
+
+
+def is_pointwise(func: Any) -> bool:
+    """Whether an op takes each element by itself, or what is broadcast to it."""
+    return torch.Tag.pointwise in getattr(func, "tags", ()) or getattr(func, "overloadpacket", None) in _UNTAGGED
 
 
 def pointwise(shapes: Sequence[tuple[int, ...]], splits: Sequence[Split | None], mix: Callable[[int], None]) -> Split:

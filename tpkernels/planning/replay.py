@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from tpkernels.nn.sliced_arguments import named_arguments, with_arguments
 from tpkernels.planning.channel_steps import ChannelSteps
 from tpkernels.planning.op_arguments import numbers_in, same_scalars, shapes_in, without_sizes
+from tpkernels.planning.op_call import is_pointwise
 from tpkernels.planning.roles import Role, unlike_ranks
 from tpkernels.planning.rules import RULES, Call, pointwise
 from tpkernels.planning.session import (
@@ -256,7 +257,7 @@ class Replay(ChannelSteps):
         rule = RULES.get(event.packet)
         if rule is not None:
             return self._by_rule(rule, event, local, splits, arguments)
-        if torch.Tag.pointwise not in func.tags:
+        if not is_pointwise(func):
             raise Unproven(f"no rule says what {event.packet} does to parts")
         shapes = shapes_in((event.whole, event.kwargs))
         cuts = [self._splits.get(id(tensor)) for tensor in tensors]

@@ -393,7 +393,6 @@ _AROUND: dict[str, Callable[[Call], Answer]] = {
     "max": _reduce, "min": _reduce, "index": _index, "copy_": _copy,
     "mm": _mm, "addmm": _addmm, "bmm": _bmm, "baddbmm": _baddbmm, "constant_pad_nd": _pad,
     **{name: _space(dims) for dims, names in _SPACE.items() for name in names.split()},
-    "hardswish": _same, "hardswish_": _same, "mish_": _same,
     "convolution": _convolution, "linalg_solve_triangular": _solved,
     "native_dropout": lambda call: [call.cut(), call.cut()],
     "_scaled_dot_product_flash_attention_for_cpu": _attention, "_scaled_dot_product_flash_attention": _attention,

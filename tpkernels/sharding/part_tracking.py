@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from tpkernels.nn.fused_norm import PendingSum
 from tpkernels.planning.op_arguments import numbers_in
+from tpkernels.planning.op_call import is_pointwise
 from tpkernels.planning.rules import RULES, Call, pointwise
 from tpkernels.planning.session import Shape, as_shapes, canonical
 from tpkernels.planning.splits import Split, Unproven
@@ -412,7 +413,7 @@ def _one_reading(
     def done(answers: Sequence[set[Split] | None]) -> tuple[Sequence[set[Split] | None], list[Tensor]]:
         return answers, [tensor for tensor in mixed if isinstance(tensor, Tensor)]
 
-    if packet not in RULES and packet not in OWN and torch.Tag.pointwise in getattr(func, "tags", ()):
+    if packet not in RULES and packet not in OWN and is_pointwise(func):
         cuts = [splits.get(id(tensor)) for tensor in tensors]
         return done([{pointwise(broadcast, cuts, lambda index: mixed.append(tensors[index]))}] * len(shapes))
     spread = {id(tensor): shape for tensor, shape in zip(tensors, broadcast, strict=True)}

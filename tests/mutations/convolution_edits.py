@@ -1,0 +1,31 @@
+"""Seeded faults of convolutions that are cut in pairs, as edits of one line."""
+
+from __future__ import annotations
+
+from tests.mutations.edit import Edit
+
+__all__ = ["CONVOLUTIONS"]
+
+PAIRS = "tests/planning/test_convolution_pairs.py"
+CUT, VALUES = f"{PAIRS} -k gives_its_channels", f"{PAIRS} -k values"
+WHOLE = f"{PAIRS} -k only_looks"
+
+CONVOLUTIONS = (
+    Edit("nn/paired_convolution.py", "input = copy_to_group(input, mesh)", "pass", VALUES),
+    Edit("nn/paired_convolution.py", "y if b is None else y + b.view", "y if True else y + b.view", VALUES),
+    Edit("nn/paired_convolution.py", '"weight": 1 - given["weight"]', '"weight": given["weight"]', CUT),
+    Edit("nn/sliced.py", "buffer if name in cuts.runs else shard_buffer(buffer, mesh, dim)", "buffer", VALUES),
+    Edit("planning/channel_modules.py", "None if any(part % size for part in parts) else", "", WHOLE),
+    Edit("planning/channel_steps.py", "told or degrees()", "told", f"{PAIRS} -k same_bits"),
+    Edit("planning/channel_steps.py", "self._whole_channels.add(name)\n        if name", "if name", WHOLE),
+    Edit("planning/channel_steps.py", "self._whole_channels.add(name)\n            return", "return", WHOLE),
+    Edit("planning/channel_steps.py", "if split != role.split(1):", "if False:", WHOLE),
+    Edit("planning/convolution_pairs.py", "if saved[group] < 0:", "if False:", f"{PAIRS} -k never_more"),
+    Edit("planning/convolution_pairs.py", "or name in recording.direct:", ":", WHOLE),
+    Edit("planning/proofs.py", "self.decision.by_channel = set(replay.cut_channels)", "pass", CUT),
+    Edit("planning/proofs.py", "pairs and not degrees()", "pairs", f"{PAIRS} -k same_bits"),
+    Edit("sharding/followed_calls.py", "self._follow_channels(module, args, output)", "pass", VALUES),
+    Edit("sharding/same_bits.py", "isinstance(style, Channels) and style.paired:", "False:", f"{PAIRS} -k same_bits"),
+    Edit("planning/rules.py", "if split.dim >= call.rank_of() - dims:", "if False:", f"{PAIRS} -k space"),
+    Edit("state/plain_state.py", "self._assign and isinstance(like, nn.Parameter)", "self._assign", VALUES),
+)
