@@ -12,6 +12,7 @@ from torch import Tensor, nn
 HEADS, EACH = 6, 4
 WIDTH = HEADS * EACH
 WORDS = 41
+NORM_OF_HEADS = ("norm of heads", "layer norm", "bias of a norm")
 
 
 class RMSNorm(nn.Module):
@@ -29,10 +30,18 @@ class RMSNorm(nn.Module):
 
 
 class Centred(RMSNorm):
-    """Looks like it, and is not."""
+    """Layer norm without a bias, written out as Cohere's."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x - x.mean(-1, keepdim=True))
+
+
+class Unbiased(RMSNorm):
+    """Looks like it, and is not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.weight * (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, keepdim=True) + self.eps)
+        return y
 
 
 class Bias(nn.Module):
@@ -56,7 +65,8 @@ class Attention(nn.Module):
         self.how, self.config = how, SimpleNamespace(heads=heads, other=3)
         self.qkv, self.out = nn.Linear(WIDTH, 3 * width), nn.Linear(width, WIDTH)
         self.query, self.key, self.value = (nn.Linear(WIDTH, width) for _ in range(3))
-        norm = Centred if how == "centred" else RMSNorm
+        kinds: Any = {"centred": Centred, "unbiased": Unbiased}
+        norm = nn.LayerNorm if how in ("layer norm", "bias of a norm") else kinds.get(how, RMSNorm)
         self.query_norm, self.key_norm = norm(width), norm(width)
         self.sinks, self.bias = nn.Parameter(torch.randn(heads)), Bias(heads)
         self.gain = nn.Parameter(torch.randn(heads, EACH))
@@ -67,7 +77,7 @@ class Attention(nn.Module):
             q, k, v = self.qkv(x).view(batch, length, 3, self.config.heads, EACH).permute(2, 0, 3, 1, 4)
         else:
             parts = [self.query(x), self.key(x), self.value(x)]
-            if self.how in ("norms", "centred", "norm of both"):
+            if self.how in ("norms", "centred", "unbiased", "norm of both"):
                 parts[0], parts[1] = self.query_norm(parts[0]), self.key_norm(parts[1])
             q, k, v = (part.view(batch, length, -1, EACH).transpose(1, 2) for part in parts)
         if self.how == "gain":
@@ -90,9 +100,11 @@ class Attention(nn.Module):
         if self.how == "sum of all":
             heads = heads * self.sinks.sum()
         joined = heads.transpose(1, 2).reshape(batch, length, -1)
-        y: Tensor = self.out(self.query_norm(joined) if self.how == "norm of heads" else joined)
+        y: Tensor = self.out(self.query_norm(joined) if self.how in NORM_OF_HEADS else joined)
         if self.how == "norm of both":
             y = y + self.query_norm(y)
+        if self.how == "bias of a norm":
+            y = y + self.query_norm.bias.mean()
         if self.how == "read twice":
             y = y + self.sinks.mean()
         return y

@@ -14,6 +14,7 @@ import tpkernels as tpk
 from tests.models import zoo
 from tpkernels.planning.example_inputs import Tokens
 from tpkernels.planning.shadow import Shadow
+from tpkernels.planning.styles import Column, Row
 
 pytest.importorskip("transformers", reason="the package transformers is missing: pip install transformers")
 
@@ -43,3 +44,84 @@ def test_inputs_are_taken_to_the_device_of_the_model_if_it_is_on_one() -> None:
     elsewhere = nn.Linear(8, 8, device="meta")
     assert device_of(elsewhere) == "meta"
     assert device_of(nn.Sequential(elsewhere, nn.Linear(8, 8))) == device_of(nn.ReLU()) == "cpu"
+
+
+class Unusual(nn.Module):
+    """A model of transformers, as far as its inputs are concerned."""
+
+    def __init__(self, main: str, **config: Any) -> None:
+        super().__init__()
+        self.main_input_name, self.config = main, SimpleNamespace(**config)
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def run(self, right: bool, x: torch.Tensor) -> torch.Tensor:
+        if not right:
+            raise ValueError("these are not its inputs")
+        y: torch.Tensor = self.down(self.up(x.flatten()[:8].float()).relu())
+        return y
+
+
+class Patches(Unusual):
+    """SigLIP 2."""
+
+    def forward(self, pixel_values: Any, spatial_shapes: Any = None, pixel_attention_mask: Any = None) -> Any:
+        sides = spatial_shapes.prod(-1)
+        right = pixel_values.shape[1:] == (12, 3 * 4) and pixel_attention_mask.shape == pixel_values.shape[:2]
+        return self.run(right and sides.shape == pixel_values.shape[:1], pixel_values)
+
+
+class Places(Unusual):
+    """Pix2Struct."""
+
+    def forward(self, flattened_patches: Any) -> Any:
+        return self.run(flattened_patches.shape[-1] == 2 + 10, flattened_patches)
+
+
+class Counted(Unusual):
+    """The encoder of Audio Flamingo 3: a mask that may be left out, as the signature says."""
+
+    def forward(self, input_features: Any, input_features_mask: Any = None) -> Any:
+        lengths = input_features_mask.sum(-1)
+        return self.run(lengths.shape == (3,) and input_features.shape[1:] == (6, 10), input_features)
+
+
+class Frames(Unusual):
+    """The audio spectrogram transformer."""
+
+    def forward(self, input_values: Any) -> Any:
+        return self.run(input_values.shape[1:] == (9, 6), input_values)
+
+
+class Video(Unusual):
+    """X-CLIP."""
+
+    def forward(self, input_ids: Any, pixel_values: Any) -> Any:
+        return self.run(pixel_values.shape[1:] == (5, 3, 16, 16), pixel_values)
+
+
+class Boxes(Unusual):
+    """BROS."""
+
+    def forward(self, input_ids: Any, bbox: Any = None) -> Any:
+        return self.run(bbox.shape == (*input_ids.shape, 4), bbox)
+
+
+class Codes(Unusual):
+    """MusicGen."""
+
+    def forward(self, input_ids: Any, decoder_input_ids: Any = None) -> Any:
+        return self.run(len(decoder_input_ids) == 4 * len(input_ids), decoder_input_ids)
+
+
+@pytest.mark.parametrize("model", [
+    Patches("pixel_values", patch_size=2, num_channels=3, image_size=16),
+    Places("flattened_patches", patch_embed_hidden_size=10),
+    Counted("input_features", num_mel_bins=6, max_source_positions=5),
+    Frames("input_values", num_mel_bins=6, max_length=9),
+    Video("input_ids", vision_config=SimpleNamespace(num_frames=5, image_size=16)),
+    Boxes("input_ids"),
+    Codes("input_ids", is_encoder_decoder=True, decoder=SimpleNamespace(num_codebooks=4)),
+], ids=lambda model: type(model).__name__)  # fmt: skip
+def test_names_of_arguments_tell_unusual_inputs(model: Unusual) -> None:
+    plan = tpk.make_plan(model, 2)
+    assert plan["up"].style == Column() and plan["down"].style == Row(), plan.notes

@@ -182,3 +182,106 @@ def test_models_within_a_model_are_followed_by_themselves(values: bool) -> None:
             tpk.make_plan(model, 2, sequence_parallel=True)
     else:
         assert "not called by the example" in plan["idle"].reason
+
+
+class Growing(nn.Module):
+    """Makes a longer table of places where it has too few, as MusicGen's and the rotations of many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.mlp = nn.Buffer(torch.zeros(2, WIDTH)), Mlp(F.relu)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(self.table) < len(x):
+            self.table = nn.Buffer(torch.arange(len(x))[:, None] * torch.ones(WIDTH))
+        y: Tensor = self.mlp(x + self.table[: len(x)])
+        return y
+
+
+def test_a_table_that_the_first_call_makes_longer_is_there_in_the_next() -> None:
+    model = Growing()
+    assert tpk.make_plan(model, 2, example_inputs=X)["mlp.down"].style == Row()
+    assert len(model.table) == 2
+
+
+class Sign(torch.autograd.Function):
+    """Gives a gradient to what a comparison has none for."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return (x > 0).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:  # type: ignore[override]
+        return dy
+
+
+class Masked(nn.Module):
+    """Attention with a mask of floats, which ``how`` makes of an input, as Audio Flamingo 3 counts the frames of it."""
+
+    def __init__(self, how: Any) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(4 * WIDTH, 4 * WIDTH) for _ in range(4))
+        self.how = how
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (-1, WIDTH)).transpose(1, 2) for layer in (self.query, self.key, self.value))
+        scores = q @ k.transpose(-2, -1) + self.how(mask)[:, None, None]
+        out: Tensor = self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+        return out
+
+
+@pytest.mark.parametrize(("how", "cut"), [
+    (lambda mask: torch.where(torch.arange(3) < mask.sum(-1, keepdim=True).long(), 0.0, -1e4), True),
+    (lambda mask: (mask != 0).float().log(), True),
+    (lambda mask: (1 - mask) * -1e4, False),  # somebody may want the gradient of the input
+    (Sign.apply, False),
+], ids=["count", "comparison", "itself", "with a gradient of its own"])  # fmt: skip
+def test_a_mask_that_is_compared_of_an_input_is_a_constant(how: Any, cut: bool) -> None:
+    plan = tpk.make_plan(Masked(how), 2, example_inputs=(torch.zeros(2, 3, 4 * WIDTH), torch.ones(2, 3)))
+    assert plan["out"].style == (Row() if cut else Column(gather_output=True)), plan["out"].reason
+
+
+class Picking(nn.Module):
+    """A table of numbers for each head that is read by the parity of what comes in, and by a module that asks for a
+    value: its gradient is a share in the one place, and whole in the other."""
+
+    def __init__(self, asked: bool) -> None:
+        super().__init__()
+        self.up, self.down, self.asks = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH), Asking()
+        self.table, self.asked = nn.Parameter(torch.ones(2)), asked
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.table[(x.sum(-1) > 0).long()].unsqueeze(-1)
+        y: Tensor = self.down(self.up(x) * rows)
+        return y + self.asks(self.table).sum() if self.asked else y
+
+
+class Asking(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if x.sum().item() > 0 else x * 3
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_parameter_that_numbers_pick_has_a_share_of_its_gradient(asked: bool) -> None:
+    plan = tpk.make_plan(Picking(asked), 2, example_inputs=X)
+    assert plan["down"].style == (Row(split_input=True) if asked else Row()), plan["down"].reason
+    assert plan[""].style == Replicate(sequence_parallel=not asked)
+
+
+class Typed(nn.Module):
+    """Asks for a weight's type and dtype alone, as T5's and Kosmos-2.5's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wo, self.bare = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(WIDTH, 4 * WIDTH, bias=False)
+
+    def forward(self, x: Tensor, later: bool = False) -> Tensor:
+        if later and isinstance(self.wo.weight, Tensor) and self.bare.bias is None:
+            x = self.bare(self.wo(x.to(self.wo.weight.dtype))[..., :WIDTH])
+        return x
+
+
+def test_whoever_asks_what_a_weight_is_reads_none_of_its_numbers() -> None:
+    plan = tpk.make_plan(nn.Sequential(Typed(), Mlp(F.relu)), 2, example_inputs=X)
+    assert plan["0.wo"].style == plan["0.bare"].style == Column(gather_output=True), plan["0.wo"].reason

@@ -28,8 +28,8 @@ from tpkernels.testing.spawn import Pools
 
 X = torch.zeros(2, 5, per_head.WIDTH)
 ALIBI = ("alibi one", "alibi each")
-CUT = ("norms", "norm of heads", "sinks", "bias", "gain", "config", "latent", "latent with a gate", "convolved",
-       "convolution called")  # fmt: skip
+CUT = ("norms", "norm of heads", "centred", "layer norm", "sinks", "bias", "gain", "config", "latent",
+       "latent with a gate", "convolved", "convolution called")  # fmt: skip
 
 
 def made(how: str) -> nn.Module:
@@ -67,6 +67,10 @@ def test_a_plan_cuts_what_belongs_to_the_heads(how: str) -> None:
         assert plan.attributes.get("conv.groups", 0) == ((48, (24, 24)) if how == "convolution called" else 0)
     elif how == "norm of heads":
         assert plan["query_norm"].style == PartNorm(1e-5)
+    elif how in ("centred", "layer norm"):
+        assert plan["query_norm"].style == PartNorm(1e-5, centred=True)
+        assert plan["query_norm"].wire_bytes == 2 * 2 * 4 * 10
+        assert not any(cut.dim for cut in plan["query_norm"].parameters), "weight and bias are cut"
     elif how == "config":
         assert plan["qkv"].style == Column(segments=(24, 24, 24)) and plan.attributes == {"config.heads": (6, (3, 3))}
     elif how == "bias":
@@ -104,7 +108,7 @@ def test_what_one_block_makes_for_its_heads_and_hands_on_is_a_part_of_the_next()
 
 @pytest.mark.cpu
 @pytest.mark.parametrize("how", [
-    "centred", "norm of both", "order of heads", "sum of all", "read twice",
+    "unbiased", "norm of both", "bias of a norm", "order of heads", "sum of all", "read twice",
     "latent with a whole activation", "latent that leaves", "latent read by a whole layer",
     "convolved over features",
 ])  # fmt: skip
@@ -116,6 +120,12 @@ def test_what_only_looks_so_is_not_cut(how: str) -> None:
         assert plan["out"].style == Row()
     else:
         assert plan["out"].style == Column(gather_output=True)
+
+
+@pytest.mark.cpu
+def test_a_layer_norm_of_heads_is_whole_where_its_sums_would_be_in_no_blocks() -> None:
+    plan = tpk.make_plan(made("layer norm"), 2, example_inputs=X, same_bits=2)
+    assert plan["query_norm"].style == Replicate() and plan["out"].style == Column(gather_output=True)
 
 
 @pytest.mark.cpu
@@ -164,7 +174,7 @@ def all_by_value(full: bool) -> list[str]:
     hows = (
         (*CUT, *ALIBI, "words", "handed")
         if full
-        else ("norms", "norm of heads", "bias", "latent with a gate", "convolved", "alibi each", "words")
+        else ("norms", "norm of heads", "layer norm", "bias", "latent with a gate", "convolved", "alibi each", "words")
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error", UnprovenCallWarning)  # each first call is followed, with rules for these layouts

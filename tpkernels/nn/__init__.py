@@ -21,7 +21,7 @@ from tpkernels.nn.mlp import ParallelMLP
 from tpkernels.nn.multihead import ParallelMultiheadAttention
 from tpkernels.nn.norm import LayerNorm, RMSNorm
 from tpkernels.nn.packed import PackedColumnParallelLinear
-from tpkernels.nn.part_norm import PartRMSNorm
+from tpkernels.nn.part_norm import PartLayerNorm, PartRMSNorm
 from tpkernels.nn.random import Dropout, check_rng, sharded_rng
 from tpkernels.nn.replicated import replicate_parameters
 from tpkernels.nn.rotary import apply_rotary
@@ -42,6 +42,7 @@ __all__ = [
     "ParallelExperts",
     "ParallelMLP",
     "ParallelMultiheadAttention",
+    "PartLayerNorm",
     "PartRMSNorm",
     "RMSNorm",
     "RowParallelLinear",

@@ -1,13 +1,25 @@
-"""RMS norm over features that are cut over the ranks: a norm of queries or keys over all heads at once (OLMo 2, 3).
+"""Norms over features that are cut over the ranks: of queries or keys over all heads at once (OLMo 2, 3), or of what
+goes into a row layer.
 
-::
+RMS norm::
 
     s   = sum over ranks of sum(x_r ** 2)          one number per row, [..., 1]: an all-reduce forward and one backward
     y_r = x_r / sqrt(s / features + epsilon) * weight_r
 
 Or, with a gate, of ``x_r * silu(gate_r)`` ("before" the norm, as in Mamba 2), or ``y_r * silu(gate_r)`` ("after" it).
 
-In fp32 (fp64 for fp64), rounded once.  The weight is a DTensor, ``Shard(0)``; its gradient is complete on each rank.
+Layer norm (the feed-forward block of Kosmos-2.5, EVA-02)::
+
+    m_r, v_r = mean(x_r), variance(x_r)            two numbers per row: an all-gather, and a reduce-scatter backward
+    m   = mean over ranks of m_r                   all ranks have as many features
+    v   = mean over ranks of v_r + (m_r - m) ** 2
+    y_r = (x_r - m) / sqrt(v + epsilon) * weight_r + bias_r
+
+Variances are joined as Chan, Golub and LeVeque do (1979), because the difference of the mean of squares and the square
+of the mean would cancel.
+
+In fp32 (fp64 for fp64), rounded once.  Weight and bias are DTensors, ``Shard(0)``; their gradients are complete on each
+rank.
 """
 
 from __future__ import annotations
@@ -22,10 +34,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpkernels.comm.groups import GroupLike
 from tpkernels.nn.parameters import local, mesh_of, shard_parameter, tp_mesh
-from tpkernels.ops import all_reduce, copy_to_group
+from tpkernels.ops import all_gather, all_reduce, copy_to_group
 from tpkernels.partition import chunk_sizes
 
-__all__ = ["GATES", "PartRMSNorm", "rms_norm"]
+__all__ = ["GATES", "PartLayerNorm", "PartRMSNorm", "layer_norm", "rms_norm"]
 
 GATES = ("", "before", "after")
 
@@ -50,6 +62,45 @@ def rms_norm(
         assert gate_by is not None
         y = y * F.silu(gate_by)
     return y
+
+
+def layer_norm(
+    weight: Tensor,
+    bias: Tensor | None,
+    x: Tensor,
+    *,
+    epsilon: float,
+    gathered: Callable[[Tensor], Tensor] = lambda moments: moments,
+) -> Tensor:
+    """The equation above in the dtype of what is given; ``gathered`` makes ``[ranks, ..., 2]`` of this rank's mean and
+    variance of each row, ``[1, ..., 2]``."""
+    variance, mean = torch.var_mean(x, -1, correction=0)
+    means, variances = gathered(torch.stack((mean, variance), -1).unsqueeze(0)).unbind(-1)
+    mean = means.mean(0)
+    variance = (variances + (means - mean).square()).mean(0)
+    y = (x - mean.unsqueeze(-1)) * torch.rsqrt(variance + epsilon).unsqueeze(-1) * weight
+    return y if bias is None else y + bias
+
+
+def _check(norm: nn.Module, mesh: DeviceMesh, epsilon: float, *keys: str) -> dict[str, nn.Parameter]:
+    """The parameters of a norm that is to be cut, which are vectors of ``keys``; only the first has to be there."""
+    own = dict(norm.named_parameters())
+    if list(own) not in (list(keys[:1]), list(keys)) or any(one.shape != own["weight"].shape for one in own.values()):
+        wanted = "one parameter, a vector named weight" if len(keys) == 1 else f"one vector for each of {list(keys)}"
+        raise ValueError(f"{type(norm).__name__} must have {wanted}, got {list(own)}")
+    if own["weight"].dim() != 1:
+        raise ValueError(f"{type(norm).__name__} must have vectors, got {list(own['weight'].shape)}")
+    if 0 in chunk_sizes(own["weight"].shape[0], mesh.size()):
+        raise ValueError(f"{own['weight'].shape[0]} features leave some of {mesh.size()} ranks without any")
+    if not epsilon > 0:
+        raise ValueError(f"epsilon must be positive, got {epsilon}")
+    return own
+
+
+def _keep_numbers(module: nn.Module, norm: nn.Module) -> None:
+    """Which code around it may read (variance_epsilon, in Mamba 2)."""
+    numbers = {key: value for key, value in vars(norm).items() if isinstance(value, int | float | str)}
+    vars(module).update(numbers | vars(module))
 
 
 class PartRMSNorm(nn.Module):
@@ -81,22 +132,15 @@ class PartRMSNorm(nn.Module):
             ValueError: it has other parameters than a vector ``weight``, or fewer features than there are ranks; an
                 unknown ``gate``.
         """
-        mesh, own = tp_mesh(group, norm), dict(norm.named_parameters())
-        if list(own) != ["weight"] or own["weight"].dim() != 1:
-            raise ValueError(f"{type(norm).__name__} must have one parameter, a vector named weight, got {list(own)}")
-        weight = own["weight"]
-        if 0 in chunk_sizes(weight.shape[0], mesh.size()):
-            raise ValueError(f"{weight.shape[0]} features leave some of {mesh.size()} ranks without any")
-        if not epsilon > 0:
-            raise ValueError(f"epsilon must be positive, got {epsilon}")
+        mesh = tp_mesh(group, norm)
+        weight = _check(norm, mesh, epsilon, "weight")["weight"]
         module = cls.__new__(cls)
         nn.Module.__init__(module)
         if gate not in GATES:
             raise ValueError(f"gate must be one of {GATES}, got {gate!r}")
         module.features, module.epsilon, module.gate = weight.shape[0], epsilon, gate
         module.weight = shard_parameter(weight, mesh, 0, requires_grad=weight.requires_grad)
-        numbers = {key: value for key, value in vars(norm).items() if isinstance(value, int | float | str)}
-        vars(module).update(numbers | vars(module))  # which code around it may read (variance_epsilon, in Mamba 2)
+        _keep_numbers(module, norm)
         return module.train(norm.training)
 
     @property
@@ -125,3 +169,66 @@ class PartRMSNorm(nn.Module):
 
     def extra_repr(self) -> str:
         return f"features={self.features}, epsilon={self.epsilon}" + (f", gate={self.gate!r}" if self.gate else "")
+
+
+class PartLayerNorm(nn.Module):
+    """x and y ``[..., features_r]``: this rank's part of the last dimension, which divides over the ranks.
+
+    Examples:
+        >>> norm = tpk.nn.PartLayerNorm.from_norm(nn.LayerNorm(8), mesh["tp"], epsilon=1e-5)
+        >>> norm(torch.ones(3, 4)).shape  # half of 8 features
+        torch.Size([3, 4])
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    features: int
+    epsilon: float
+    _tpk_sliced = ("weight", "bias")
+
+    def __init__(self) -> None:
+        raise TypeError("PartLayerNorm is made by from_norm")
+
+    @classmethod
+    def from_norm(cls, norm: nn.Module, group: GroupLike, *, epsilon: float) -> Self:
+        """The norm with the weight, and the bias if there is one, of ``norm``; ranks whose weights differ take the
+        first one's, or raise.
+
+        Raises:
+            ValueError: it has other parameters than vectors ``weight`` and ``bias``, or features that do not divide
+                over the ranks.
+        """
+        mesh = tp_mesh(group, norm)
+        own = _check(norm, mesh, epsilon, "weight", "bias")
+        if own["weight"].shape[0] % mesh.size():
+            raise ValueError(f"{own['weight'].shape[0]} features do not divide over {mesh.size()} ranks")
+        module = cls.__new__(cls)
+        nn.Module.__init__(module)
+        module.features, module.epsilon = own["weight"].shape[0], epsilon
+        for key in ("weight", "bias"):
+            held = own.get(key)
+            kept = None if held is None else shard_parameter(held, mesh, 0, requires_grad=held.requires_grad)
+            module.register_parameter(key, kept)
+        _keep_numbers(module, norm)
+        return module.train(norm.training)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The one-dimensional mesh that the weight lives on."""
+        return mesh_of(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mesh, weight = self.mesh, cast(Tensor, local(self.weight))
+        if x.shape[-1] != weight.shape[0]:
+            raise ValueError(
+                f"PartLayerNorm takes {weight.shape[0]} of {self.features} features here, got {x.shape[-1]}"
+            )
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        y = layer_norm(
+            weight.to(dtype), None if self.bias is None else cast(Tensor, local(self.bias)).to(dtype), x.to(dtype),
+            epsilon=self.epsilon, gathered=lambda moments: all_gather(moments, mesh),
+        )  # fmt: skip
+        return y.to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"features={self.features}, epsilon={self.epsilon}, bias={self.bias is not None}"

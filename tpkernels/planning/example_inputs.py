@@ -20,6 +20,7 @@ from tpkernels.planning.shadow import MODES, Mode, Shadow
 from tpkernels.planning.tensors import tensors_in
 from tpkernels.planning.trace import Example, Recording
 from tpkernels.planning.trace_leaks import Watch
+from tpkernels.planning.unusual_inputs import MASKS, rows_of_patches, unusual
 
 __all__ = ["Observation", "Tokens", "as_call", "as_calls", "candidates", "observe"]
 
@@ -311,6 +312,9 @@ def _hugging_face(model: nn.Module, sizes: Tokens) -> Iterator[tuple[tuple[Any, 
     if main == "input_values":
         yield (), {main: sizes.floats(4000)} | extra
         yield (), {main: sizes.floats(1, 4000)} | extra
+        features, length = (getattr(config, name, None) for name in ("num_mel_bins", "max_length"))
+        if isinstance(features, int) and isinstance(length, int):
+            yield (), {main: sizes.floats(length, features)} | extra
     if "grid_thw" in names and isinstance(getattr(config, "patch_size", None), int):
         patches, grid = _patches(config)
         first = next(name for name in inspect.signature(model.forward).parameters if name != "grid_thw")
@@ -319,6 +323,7 @@ def _hugging_face(model: nn.Module, sizes: Tokens) -> Iterator[tuple[tuple[Any, 
         if inputs:
             yield (), inputs | extra
             yield (), inputs
+    yield from (((), inputs) for inputs in unusual(config, names, sizes, text, images, extra))
 
 
 def _sounds(config: Any, parameters: Mapping[str, inspect.Parameter], sizes: Tokens) -> Iterator[dict[str, Any]]:
@@ -326,10 +331,11 @@ def _sounds(config: Any, parameters: Mapping[str, inspect.Parameter], sizes: Tok
     features = next((value for name in FRAME_NAMES if isinstance(value := getattr(config, name, None), int)), 0)
     lengths = [2 * getattr(config, "max_source_positions", sizes.length), 2 * getattr(config, "n_window", 64)]
     masks = [name for name, one in parameters.items() if "mask" in name and one.default is one.empty]
-    for length in dict.fromkeys(lengths if features else ()):
-        given = {name: torch.ones(sizes.batch, length, dtype=torch.long) for name in masks}
-        yield {"input_features": sizes.floats(features, length)} | given
-        yield {"input_features": sizes.floats(length, features)} | given
+    for more in (frozenset[str](), MASKS & parameters.keys()):
+        for length in dict.fromkeys(lengths if features else ()):
+            given = {name: torch.ones(sizes.batch, length, dtype=torch.long) for name in (*masks, *more)}
+            yield {"input_features": sizes.floats(features, length)} | given
+            yield {"input_features": sizes.floats(length, features)} | given
 
 
 def _towers(model: nn.Module, sizes: Tokens) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -339,7 +345,9 @@ def _towers(model: nn.Module, sizes: Tokens) -> Iterator[tuple[str, dict[str, An
     vision = getattr(config, "vision_config", None)
     size = getattr(vision, "image_size", None)
     names = set(inspect.signature(method).parameters) if callable(method) else set()
-    if {"pixel_values", "image_grid_thw"} <= names and isinstance(getattr(vision, "patch_size", None), int):
+    if rows := rows_of_patches(vision, names, sizes):
+        yield "get_image_features", rows
+    elif {"pixel_values", "image_grid_thw"} <= names and isinstance(getattr(vision, "patch_size", None), int):
         patches, grid = _patches(vision)
         yield "get_image_features", {"pixel_values": patches, "image_grid_thw": grid}
     elif "pixel_values" in names and isinstance(size, int):

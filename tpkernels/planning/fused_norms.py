@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from tpkernels.planning.example_inputs import Observation
-from tpkernels.planning.part_norms import Rms, find_rms, numbers_in
+from tpkernels.planning.part_norms import KnownNorm, find_rms, numbers_in
 from tpkernels.planning.session import Event, Opaque, Scope, Shape
 from tpkernels.planning.styles import Replicate, Row, Style
 from tpkernels.planning.tensors import tensors_in
@@ -65,7 +65,7 @@ def find_fused_norms(observation: Observation | None, styles: Mapping[str, Style
     found = FusedNorms()
     if observation is None or observation.shadow is None or observation.recording is None:
         return found
-    norms: dict[str, Rms | str] = {}
+    norms: dict[str, KnownNorm | str] = {}
     for row, style in styles.items():
         if not isinstance(style, Row) or row in observation.recording.rows_unknown:
             continue

@@ -83,8 +83,8 @@ class Gradients(Session):
             self.blame = self.partial_groups.get(name, self.blame)
             raise Unproven(f"parameter {name!r} meets whole and cut tensors: its gradient would be neither")
         for name, groups in self.cut_norms.items():
-            weight = f"{name}.weight"
-            if name in self._whole_norms or weight in self.partial | self._complete or weight in self.slices:
+            own = {f"{name}.weight", f"{name}.bias"}
+            if name in self._whole_norms or own & (self.partial | self._complete | self.slices.keys()):
                 self.blame = groups or self.blame
                 raise Unproven(f"norm {name!r} takes whole and cut tensors, or others use its weight")
         for name, groups in self.cut_channels.items():

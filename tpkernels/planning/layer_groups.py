@@ -88,25 +88,44 @@ def _ways(sources: dict[str, set[str]], columns: set[str], rows: set[str]) -> It
 
 
 def _walk_back(recording: Recording, start: list[int], convolutions: bool) -> tuple[set[str], bool, bool]:
-    """Layers whose outputs reach nodes ``start``; whether no model input does; whether random ops are between.
+    """Layers whose outputs reach nodes ``start``; whether nothing else does that may want a gradient, an input of the
+    model or the result of an opaque module; whether random ops are between.
 
     ``convolutions``: those over all channels count as layers.
     """
     layers: set[str] = set()
-    closed, random = True, False
+    random = False
     seen, todo = set(start), list(start)
     while todo:
         node = recording.nodes[todo.pop()]
-        layer = node.layer or (node.convolution if convolutions else None)
+        layer = _layer_of(node, convolutions)
         if layer is not None:
             layers.add(layer)
             continue
-        closed &= not (node.is_input or node.opaque)
         random |= node.random
         fresh = [index for index in node.inputs if index not in seen]
         seen.update(fresh)
         todo += fresh
-    return layers, closed, random
+    return layers, _is_closed(recording, start, convolutions), random
+
+
+def _layer_of(node: Node, convolutions: bool) -> str | None:
+    return node.layer or (node.convolution if convolutions else None)
+
+
+def _is_closed(recording: Recording, start: list[int], convolutions: bool) -> bool:
+    """A mask that is a comparison of an input may come along, the input itself may not."""
+    seen, todo = set(start), list(start)
+    while todo:
+        node = recording.nodes[todo.pop()]
+        if _layer_of(node, convolutions) is not None or node.severed:
+            continue
+        if node.is_input or node.opaque:
+            return False
+        fresh = [index for index in node.inputs if index not in seen]
+        seen.update(fresh)
+        todo += fresh
+    return True
 
 
 def _components(sources: dict[str, set[str]]) -> list[tuple[set[str], set[str]]]:

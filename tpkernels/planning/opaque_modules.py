@@ -114,10 +114,11 @@ def _run(shadow: Shadow, guess: Guess, call: Example) -> Recording:
         _Close, _GuessFailed, and whatever the model raises without a guess.
     """
     shadow.guess = guess
-    recording = Recording(shadow)
+    recording, before = Recording(shadow), shadow.held_buffers()
     try:
         recording.run(call)
-        if recording.met_real_cache:  # later runs compute what this one found there
+        grown = [*map(id, before)] != [*map(id, shadow.held_buffers())]
+        if recording.met_real_cache or grown:  # later runs compute what this one found there, or find what it made
             recording = Recording(shadow)
             recording.run(call)
     except NotOpaque as error:

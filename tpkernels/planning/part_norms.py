@@ -1,26 +1,28 @@
 """Norms over all heads or features at once, which a column layer has cut: which modules they are.
 
-It owns the candidates.  One is a module with a single parameter, a vector, that is called with one tensor and nothing
-else: with queries or keys (OLMo 2), or with what goes into a row layer (BitNet); or with that and a gate (Mamba 2).
-Where the replay meets it with a part, it must be RMS norm by what its own code computes on numbers (:func:`find_rms`);
-the call is then one step, and the sum of squares is reduced.
+It owns the candidates.  One is a module with a single parameter, a vector, or two, that is called with one tensor and
+nothing else: with queries or keys (OLMo 2), or with what goes into a row layer (BitNet, Kosmos-2.5); or with that and a
+gate (Mamba 2).  Where the replay meets it with a part, it must be RMS norm (:func:`find_rms`) or layer norm by what its
+own code computes on numbers; the call is then one step, and sums over the features are made over the ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from tpkernels.nn.part_norm import rms_norm
+from tpkernels.nn.part_norm import layer_norm, rms_norm
+from tpkernels.planning.splits import degrees
 
-__all__ = ["NormCall", "Rms", "find_norms", "find_rms", "may_be_norm", "numbers_in"]
+__all__ = ["KnownNorm", "NormCall", "find_norms", "find_rms", "may_be_norm", "numbers_in"]
 
+_DEFAULT = -1.0
+"""The epsilon of torch's RMS norm that is given none, which depends on the dtype."""
 _PROBES = (1.0, 1e-3, 30.0)
 """Scales of the numbers that a norm is tried on: an epsilon is seen where they are small."""
 
@@ -40,47 +42,60 @@ class NormCall:
     """Among which the epsilon is."""
 
 
-class Rms(NamedTuple):
-    """RMS norm as a module computes it."""
+class KnownNorm(NamedTuple):
+    """RMS norm, or layer norm, as a module computes it."""
 
     epsilon: float
-    gate: str
+    gate: str = ""
     """Where the SiLU of the gate is multiplied: "before" the norm, "after" it, or "" where there is none."""
+    centred: bool = False
+    """Layer norm."""
 
 
 def may_be_norm(module: nn.Module) -> bool:
-    """Whether it has one vector for a parameter, of which each rank could have a part."""
+    """Whether it has one vector for a parameter, or two alike, of which each rank could have a part."""
     own = dict(module.named_parameters())
-    alone = list(own) == ["weight"] and "weight" in module._parameters and own["weight"].dim() == 1
-    return alone and not any(True for _ in module.children()) and not any(True for _ in module.buffers())
+    vectors = own.keys() in ({"weight"}, {"weight", "bias"}) and own.keys() <= module._parameters.keys()
+    alone = not any(True for _ in module.children()) and not any(True for _ in module.buffers())
+    return vectors and alone and own["weight"].dim() == 1 and len({one.shape for one in own.values()}) == 1
 
 
-def find_norms(modules: Mapping[str, nn.Module], calls: Iterable[NormCall]) -> dict[str, Rms]:
-    """Those that are RMS norm, and are called in one way."""
+def find_norms(modules: Mapping[str, nn.Module], calls: Iterable[NormCall]) -> dict[str, KnownNorm]:
+    """Those that are RMS norm or layer norm, and are called in one way.
+
+    With ``same_bits`` layer norms stay whole: their sums are in no blocks.
+    """
     numbers: dict[str, set[float]] = {}
     given: dict[str, set[int]] = {}
     for call in calls:
         numbers.setdefault(call.name, set()).update(call.numbers)
         given.setdefault(call.name, set()).add(len(call.sources))
-    known: dict[Any, Rms | str] = {}
-    found: dict[str, Rms] = {}
+    known: dict[Any, KnownNorm | str] = {}
+    found: dict[str, KnownNorm] = {}
     for name, candidates in numbers.items():
         if len(given[name]) > 1:
             continue
         gated = given[name] == {2}
         key = (*_alike(modules[name], candidates), gated)
         if key not in known:
-            known[key] = find_rms(modules[name], sorted(candidates), gated=gated)
-        if isinstance(known[key], Rms):
-            found[name] = known[key]  # type: ignore[assignment]
+            known[key] = _find(modules[name], sorted(candidates), gated)
+        norm = known[key]
+        if isinstance(norm, KnownNorm) and not (norm.centred and degrees()):
+            found[name] = norm
     return found
+
+
+def _find(module: nn.Module, candidates: Sequence[float], gated: bool) -> KnownNorm | str:
+    first = find_rms(module, candidates, gated=gated)
+    return first if isinstance(first, KnownNorm) or gated else _find_layer_norm(module, candidates)
 
 
 def _alike(module: nn.Module, candidates: set[float]) -> tuple[Any, ...]:
     weight = module._parameters["weight"]
     assert weight is not None
     plain = tuple(sorted((k, v) for k, v in vars(module).items() if isinstance(v, int | float | str)))
-    return type(module), plain, tuple(weight.shape), weight.dtype, frozenset(candidates)
+    has_bias = module._parameters.get("bias") is not None
+    return type(module), plain, tuple(weight.shape), weight.dtype, has_bias, frozenset(candidates)
 
 
 def numbers_in(events: Sequence[Any]) -> list[float]:
@@ -89,59 +104,81 @@ def numbers_in(events: Sequence[Any]) -> list[float]:
     return sorted({leaf for leaf in leaves if isinstance(leaf, float) and 0 < leaf < 1})
 
 
-def find_rms(module: nn.Module, candidates: Sequence[float], *, gated: bool = False) -> Rms | str:
+def find_rms(module: nn.Module, candidates: Sequence[float], *, gated: bool = False) -> KnownNorm | str:
     """The epsilon with which ``module``, which has one vector ``weight``, is RMS norm, or why it is not one.
 
     ``gated``: it takes a gate as well.
     """
-    held = module._parameters["weight"]
-    assert held is not None
-    # An attribute first: in the recording torch's own op has the number rounded to fp32.
+    if module._parameters.get("bias") is not None:
+        return "has a bias"
+    ways = [KnownNorm(epsilon, gate) for epsilon in _epsilons(module, candidates)
+            for gate in (("before", "after") if gated else ("",))]  # fmt: skip
+    return _first_right(module, ways, "RMS norm")
+
+
+def _find_layer_norm(module: nn.Module, candidates: Sequence[float]) -> KnownNorm | str:
+    ways = [KnownNorm(epsilon, centred=True) for epsilon in _epsilons(module, candidates)]
+    return _first_right(module, ways, "layer norm")
+
+
+def _epsilons(module: nn.Module, candidates: Sequence[float]) -> list[float]:
+    """An attribute first: in the recording torch's own op has the number rounded to fp32."""
     own = [value for value in vars(module).values() if isinstance(value, float) and 0 < value < 1]
-    every: list[float | None] = [*own, *candidates]
-    if getattr(module, "eps", 0.0) is None:
-        every = [None]  # torch's own default, which depends on the dtype
-    if not every:
+    return [_DEFAULT] if getattr(module, "eps", 0.0) is None else [*own, *candidates]
+
+
+def _first_right(module: nn.Module, ways: Sequence[KnownNorm], called: str) -> KnownNorm | str:
+    """Which of ``ways`` it computes."""
+    weight, before = module._parameters["weight"], dict(module._parameters)
+    assert weight is not None
+    if not ways:
         return "has no epsilon that could be found"
-    ways = product(every, ("before", "after") if gated else ("",))
     try:
-        right = next(((epsilon, gate) for epsilon, gate in ways if _is_rms_norm(module, held, epsilon, gate)), None)
+        right = next((way for way in ways if _computes(module, weight, way)), None)
     except Exception as error:  # noqa: BLE001 - the model's own code, on numbers it may not take
         return f"could not be tried: {type(error).__name__}"
     finally:
-        module._parameters["weight"] = held
+        module._parameters.update(before)
     if right is None:
-        return f"does not compute RMS norm, or not in {held.dtype}"
-    epsilon, gate = right
-    return Rms(torch.finfo(held.dtype).eps if epsilon is None else epsilon, gate)
+        return f"does not compute {called}, or not in {weight.dtype}"
+    return right._replace(epsilon=torch.finfo(weight.dtype).eps) if right.epsilon == _DEFAULT else right
 
 
-def _is_rms_norm(module: nn.Module, held: nn.Parameter, epsilon: float | None, gate: str) -> bool:
+def _computes(module: nn.Module, held: nn.Parameter, norm: KnownNorm) -> bool:
     """Whether the module's own code gives what the formula gives, in value and in gradient, up to roundings.
 
     In fp32, where roundings hide nothing, and in the dtype that the model computes in.
     """
     generator = torch.Generator().manual_seed(0)
+    keys = [key for key, parameter in module._parameters.items() if parameter is not None]
     for dtype in dict.fromkeys((torch.float32, held.dtype)):
         tiny = torch.finfo(dtype).eps
         for scale in _PROBES:
             # Features with a mean tell RMS norm from layer norm.
             shape, features = (2, 3, held.shape[0]), held.shape[0]
             x = ((torch.randn(shape, generator=generator) + 0.7) * scale).to(dtype)
-            weight = torch.randn(features, generator=generator).to(dtype)
+            own = [torch.randn(features, generator=generator).to(dtype) for _ in keys]
             dy = torch.randn(shape, generator=generator).to(dtype)
-            gates = [torch.randn(shape, generator=generator).to(dtype)] if gate else []
-            leaves = [one.requires_grad_() for one in (weight, x, *gates)]
-            module._parameters["weight"] = weight  # type: ignore[assignment]
+            gates = [torch.randn(shape, generator=generator).to(dtype)] if norm.gate else []
+            leaves = [one.requires_grad_() for one in (*own, x, *gates)]
+            module._parameters.update(zip(keys, own, strict=True))  # type: ignore[arg-type]
             with torch.enable_grad():
-                y = module.forward(*leaves[1:])
+                y = module.forward(*leaves[len(keys) :])
                 if y.shape != x.shape or y.dtype != dtype:
                     return False
-                own = (y, *torch.autograd.grad(y, leaves, dy))
+                mine = (y, *torch.autograd.grad(y, leaves, dy))
                 exactly = [one.detach().double().requires_grad_() for one in leaves]
-                z = rms_norm(*exactly, epsilon=tiny if epsilon is None else epsilon, gate=gate)
+                known = dict(zip(keys, exactly, strict=False))
+                z = _formula(norm, known["weight"], known.get("bias"), exactly[len(keys) :], tiny)
                 exact = (z, *torch.autograd.grad(z, exactly, dy.double()))
-            for mine, its in zip(own, exact, strict=True):
-                if not bool(((mine.double() - its).abs() <= 32 * tiny * (its.abs() + its.abs().mean())).all()):
+            for found, its in zip(mine, exact, strict=True):
+                if not bool(((found.double() - its).abs() <= 32 * tiny * (its.abs() + its.abs().mean())).all()):
                     return False
     return True
+
+
+def _formula(norm: KnownNorm, weight: Tensor, bias: Tensor | None, given: Sequence[Tensor], tiny: float) -> Tensor:
+    epsilon = tiny if norm.epsilon == _DEFAULT else norm.epsilon
+    if norm.centred:
+        return layer_norm(weight, bias, given[0], epsilon=epsilon)
+    return rms_norm(weight, *given, epsilon=epsilon, gate=norm.gate)

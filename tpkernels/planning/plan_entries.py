@@ -234,9 +234,12 @@ def traffic_of(
         places = copied_places(len(style.segments), style.copied, style.behind)
         copied = sum(size for size, place in zip(style.segments, places, strict=True) if place)
         weights = weights * copied // sum(style.segments)
-    if isinstance(style, PartNorm):  # one number per row, in fp32 at least
+    if isinstance(style, PartNorm):  # one number per row, or two of each rank, in fp32 at least
         item = max(4, next(iter(parameters.values())).element_size())
-        once = None if rows is None else 2 * 2 * item * rows * (world_size - 1) // world_size
+        numbers = 2 * world_size if style.centred else 2
+        once = None if rows is None else 2 * numbers * item * rows * (world_size - 1) // world_size
+        if style.centred:
+            return Traffic("all-gather of means and variances", "reduce-scatter of their gradients", once, None)
         return Traffic("all-reduce of sums of squares", "all-reduce of their gradient", once, None)
     if isinstance(style, Replicate) and style.summed_gradient and layer is not None:
         item = next(iter(parameters.values())).element_size()

@@ -19,7 +19,7 @@ from tpkernels.planning.convolution_pairs import find_pairs, roles_of
 from tpkernels.planning.example_inputs import Observation
 from tpkernels.planning.hypotheses import Attributes, Proof, Whole
 from tpkernels.planning.layer_groups import Group, find_groups
-from tpkernels.planning.part_norms import Rms, find_norms
+from tpkernels.planning.part_norms import KnownNorm, find_norms
 from tpkernels.planning.replay import Replay, Role, unlike_ranks
 from tpkernels.planning.search_again import SearchAgain
 from tpkernels.planning.session import Scope
@@ -40,7 +40,7 @@ class Decision:
 
     proven: dict[Group, Proof] = field(default_factory=dict)
     refused: dict[Group, Unproven] = field(default_factory=dict)
-    norms: dict[str, Rms] = field(default_factory=dict)
+    norms: dict[str, KnownNorm] = field(default_factory=dict)
     """Norms over features that are cut."""
     pairs: list[Group] = field(default_factory=list)
     """Groups of convolutions, and of layers beside them, that are cut by channels;"""

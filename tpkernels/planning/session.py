@@ -23,7 +23,7 @@ from tpkernels.planning.gradient_code import Requiring
 from tpkernels.planning.higher_order_ops import as_op
 from tpkernels.planning.known_values import KnownValues
 from tpkernels.planning.shadow import Shadow
-from tpkernels.planning.tensors import storage_of, tensors_in, written_by
+from tpkernels.planning.tensors import can_require_grad, storage_of, tensors_in, written_by
 
 __all__ = [
     "Event",
@@ -51,7 +51,8 @@ _VIEWS = {aten._unsafe_view, aten.reshape, aten._reshape_alias}
 Origin = frozenset[str] | None
 """Where a tensor comes from: parameters alone (their names), or activations (None).
 
-Every dtype has one: a complex number or an index that was an activation may become one again.
+Complex numbers have one as well, which may become real again.  Whole numbers and conditions have none: no gradient
+passes them, and what is made of them is a constant to the gradients.
 """
 Source = tuple[int, int, int] | int
 """Which tensor it is, in every run alike: the recording, event and output that made it, or the id of one given."""
@@ -118,6 +119,8 @@ class Node:
     """What an opaque module gives, which is whole."""
     convolution: str | None = None
     """Over all channels, whose result this is."""
+    severed: bool = False
+    """Its results are whole numbers or conditions, which no gradient passes."""
 
 
 @dataclass
@@ -384,7 +387,7 @@ class Session(TorchDispatchMode):
         origin: Origin = frozenset()
         for other in found:
             origin = None if origin is None or other is None else origin | other
-        for output in outputs:
+        for output in filter(can_require_grad, outputs):
             self.set_origin(output, origin)
 
     def new_output(self, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

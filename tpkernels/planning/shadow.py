@@ -34,7 +34,7 @@ from tpkernels.planning.known_values import values_of
 from tpkernels.planning.layers import Layer, layer_of, own_base, unswappable
 from tpkernels.planning.numbers import root_of, set_number
 from tpkernels.planning.own_code import rebased
-from tpkernels.planning.part_norms import Rms, may_be_norm
+from tpkernels.planning.part_norms import KnownNorm, may_be_norm
 from tpkernels.planning.shape_reads import ShapesAsked
 from tpkernels.planning.trace_leaks import Caches
 from tpkernels.planning.weight_reads import WeightReads, weights_of_layers
@@ -72,8 +72,8 @@ class Shadow:
 
     experts: Mapping[str, KnownExperts] = MappingProxyType({})
     """Modules of experts, each of whose calls is one step."""
-    norms: Mapping[str, Rms] = MappingProxyType({})
-    """Of RMS norms that are called with one tensor."""
+    norms: Mapping[str, KnownNorm] = MappingProxyType({})
+    """Of RMS norms and layer norms that are called with one tensor."""
     kept: Container[str] = frozenset()
     """Modules that work on each channel by itself, and stay whole."""
 
@@ -173,6 +173,10 @@ class Shadow:
         owners = {name: name.rpartition(".")[0] for name in alone}
         free = [name for name, owner in owners.items() if owner not in self.layers or owner in read]
         return {name: self.own(name) for name in free}
+
+    def held_buffers(self) -> list[Tensor]:
+        """What its modules hold now: code may put a longer table in the place of one."""
+        return [buffer for module in self.modules.values() for buffer in module._buffers.values() if buffer is not None]
 
     def own(self, name: str) -> Tensor:
         """The parameter or buffer ``name`` of the copy."""

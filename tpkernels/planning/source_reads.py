@@ -107,11 +107,21 @@ def reached(methods: Mapping[str, list[ast.FunctionDef]], first: str) -> Iterato
     while todo:
         for method in methods.get(todo.pop(), []):
             for node in ast.walk(method):
+                asked.update(map(id, _asked(node)))
                 if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-                    if node.attr in ("dtype", "device"):  # the numbers are not read
-                        asked.add(id(node.value))
                     if id(node) not in asked:
                         yield node
                     if node.attr not in seen:
                         seen.add(node.attr)
                         todo.append(node.attr)
+
+
+def _asked(node: ast.AST) -> list[ast.expr]:
+    """What ``node`` reads no numbers of: as ``weight.dtype``, ``isinstance(weight, Tensor)`` and ``bias is None``."""
+    if isinstance(node, ast.Attribute) and node.attr in ("dtype", "device"):
+        return [node.value]
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
+        return node.args[:1]
+    if isinstance(node, ast.Compare) and all(isinstance(op, ast.Is | ast.IsNot) for op in node.ops):
+        return [node.left]
+    return []

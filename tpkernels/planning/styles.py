@@ -223,10 +223,12 @@ class Sliced:
 
 @dataclass(frozen=True)
 class PartNorm:
-    """Replace an RMS norm over features that are cut by a :class:`tpkernels.nn.PartRMSNorm`, with its fields."""
+    """Replace an RMS norm over features that are cut by a :class:`tpkernels.nn.PartRMSNorm`, with its fields; a layer
+    norm, which is ``centred``, by a :class:`tpkernels.nn.PartLayerNorm`."""
 
     epsilon: float
     gate: str = ""
+    centred: bool = False
 
 
 Style = Column | Row | CopiedHeads | Vocabulary | Features | Channels | Heads | Experts | Sliced | PartNorm | Replicate

@@ -286,6 +286,8 @@ class Recording(Session):
         seen, found = set(todo), set[str]()
         while todo:
             node = self.nodes[todo.pop()]
+            if node.severed:
+                continue
             if node.is_input or node.opaque:
                 return frozenset()
             if node.layer is not None:
@@ -339,7 +341,8 @@ class Recording(Session):
         noisy = any(storage_of(tensor) in self._noise for tensor in tensors)
         inputs = [self._node_of[id(tensor)] for tensor in tensors if id(tensor) in self._node_of]
         if inputs:
-            self.nodes.append(Node(inputs, random=random or noisy))
+            severed = not any(map(can_require_grad, outputs))
+            self.nodes.append(Node(inputs, random=random or noisy, severed=severed))
             for output in outputs:
                 self._node_of[id(output)] = len(self.nodes) - 1
         if noisy or random:

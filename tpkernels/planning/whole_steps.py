@@ -61,7 +61,14 @@ class WholeSteps(Gradients):
             raise Unproven(f"{name} needs values of tensors, and has the number {'.'.join(inside[0])}")
         if self._open and any(isinstance(m, nn.Dropout) for m in self.shadow.modules[name].modules()):
             raise Unproven(f"{name} draws random numbers between layers of the group")
+        self._taken(tensors)
+
+    def _taken(self, tensors: list[Tensor]) -> None:
+        """What is made of whole tensors is whole, and so is the gradient that they get of it."""
         self._completed(tensors)
+        for tensor in tensors:
+            if self.has_origin(tensor):
+                self._complete |= self.origin(tensor) or set()
 
     def after_opaque(self, name: str, args: Any, kwargs: Any, outputs: list[Tensor]) -> None:
         event = self.recording.events[self._at - 1]
@@ -75,10 +82,7 @@ class WholeSteps(Gradients):
         event = self._next(Mixture(name), None, tuple(map(self.source, given)))
         if [Shape(tensor.shape) for tensor in given] != event.whole:
             raise Unproven(f"what is given to {name} depends on the number of features of one rank")
-        self._completed(given)
-        for tensor in given:
-            if self.has_origin(tensor):
-                self._complete |= self.origin(tensor) or set()
+        self._taken(given)
 
     def after_mixture(self, name: str, given: list[Tensor], out: Tensor, slots: int) -> None:
         self._made([out])

@@ -291,6 +291,8 @@ class Parts(TorchDispatchMode):
         """Mark the results of this package's own ops, each of which determines how they are cut."""
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         if name in _WHOLE:
+            if name == "all_gather" and not args[4]:  # ranks go on to use it differently
+                self.note_summed(outputs[0])
             return
         if name in _COLUMN:
             is_gathered = _COLUMN[name] > 0 and args[_COLUMN[name]]

@@ -64,6 +64,7 @@ class _Maker:
             "int": self.ints,
             "is": torch.tensor,
             "ones": torch.ones,
+            "mask": lambda shape: torch.ones(shape, dtype=torch.long),
             "exactly": lambda value: value,
             "yes": lambda shape: torch.ones(shape, dtype=torch.bool),
             "no": lambda shape: torch.zeros(shape, dtype=torch.bool),

@@ -242,6 +242,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "instructblipvideo": {"video_token_index": 91, "num_query_tokens": 4},
     "janus": {"vq_config": _CODES},
     "kosmos-2": {"latent_query_num": 4, "text_config": {"layers": 2}},
+    "kosmos-2.5": {"latent_query_num": 4},
     "kyutai_speech_to_text": {
         "codec_config": _CODEC,
         "num_codebooks": 4,

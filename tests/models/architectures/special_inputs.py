@@ -1,9 +1,9 @@
 """What single architectures are called with, where the names of arguments do not say it: data only.
 
 ``INPUTS``: arguments by name: ("int", shape, below), ("float", shape), ("uniform", shape) between 0 and 1,
-("ones", shape), ("no", shape) and ("yes", shape) for masks of booleans, ("words", length, id, count) for ids of which
-``count`` from the second on are a placeholder, ("is", value) for integers that are written out, or ("exactly", value)
-for what is no tensor.
+("ones", shape), ("mask", shape) for ones that are integers, as processors give them, ("no", shape) and ("yes", shape)
+for masks of booleans, ("words", length, id, count) for ids of which ``count`` from the second on are a placeholder,
+("is", value) for integers that are written out, or ("exactly", value) for what is no tensor.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _GROUNDING = {"input_ids": _IDS, "pixel_values": ("float", (2, 3, 128, 128))}
 
 INPUTS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("grounding-dino", "mm-grounding-dino"), _GROUNDING),
-    "audioflamingo3_encoder": {"input_features": ("float", (2, 16, 128)), "input_features_mask": ("ones", (2, 128))},
+    "audioflamingo3_encoder": {"input_features": ("float", (2, 16, 128)), "input_features_mask": ("mask", (2, 128))},
     "autoformer": _SERIES,
     "bark fine": {"codebook_idx": ("exactly", 2), "input_ids": ("int", (2, 7, 8), 64)},
     "blip_2_qformer": {"query_embeds": ("float", (2, 4, 32)), "encoder_hidden_states": ("float", (2, 5, 32))},
@@ -51,7 +51,7 @@ INPUTS: dict[str, dict[str, Any]] = {
     "efficientloftr": {"pixel_values": ("float", (2, 2, 3, 64, 64))},
     "esm": {"input_ids": ("int", (2, 7), 30)},
     "esmc": {"input_ids": ("int", (2, 7), 30)},
-    "fun_asr_nano_encoder": {"input_features": ("float", (2, 20, 112)), "input_features_mask": ("ones", (2, 20))},
+    "fun_asr_nano_encoder": {"input_features": ("float", (2, 20, 112)), "input_features_mask": ("mask", (2, 20))},
     "gemma3n_audio": {"audio_mel": ("float", (2, 32, 16)), "audio_mel_mask": ("no", (2, 32))},
     "gemma4_audio": {"input_features": ("float", (2, 32, 8)), "attention_mask": ("ones", (2, 32))},
     "gemma4_vision": {
@@ -73,6 +73,11 @@ INPUTS: dict[str, dict[str, Any]] = {
     "kosmos-2": {
         "input_ids": ("int", (2, 11), 64),
         "pixel_values": _IMAGE,
+        "image_embeds_position_mask": ("is", [[0] + [1] * 4 + [0] * 6] * 2),
+    },
+    "kosmos-2.5": {
+        "input_ids": ("int", (2, 11), 64),
+        "flattened_patches": ("uniform", (2, 8, 34)),
         "image_embeds_position_mask": ("is", [[0] + [1] * 4 + [0] * 6] * 2),
     },
     "kyutai_speech_to_text": {"input_ids": ("int", (2, 7, 5), 32)},
@@ -136,18 +141,18 @@ INPUTS: dict[str, dict[str, Any]] = {
         "time_step": ("uniform", (2,)),
     },
     "qwen2_5_omni_talker": {"inputs_embeds": ("float", (2, 7, 32)), "thinker_reply_part": ("float", (2, 3, 32))},
-    "qwen3_asr_encoder": {"input_features": ("float", (2, 16, 100)), "input_features_mask": ("ones", (2, 100))},
+    "qwen3_asr_encoder": {"input_features": ("float", (2, 16, 100)), "input_features_mask": ("mask", (2, 100))},
     "qwen3_omni_moe_talker_code_predictor": {"inputs_embeds": ("float", (2, 3, 32))},
     "reformer": {"input_ids": ("int", (2, 16), 64)},
     "seggpt": {"pixel_values": _IMAGE, "prompt_pixel_values": _IMAGE, "prompt_masks": _IMAGE},
     "siglip2": {
         "pixel_values": _PATCHES,
-        "pixel_attention_mask": ("ones", (2, 16)),
+        "pixel_attention_mask": ("mask", (2, 16)),
         "spatial_shapes": ("is", [[4, 4], [2, 8]]),
     },
     "siglip2_vision_model": {
         "pixel_values": _PATCHES,
-        "pixel_attention_mask": ("ones", (2, 16)),
+        "pixel_attention_mask": ("mask", (2, 16)),
         "spatial_shapes": ("is", [[4, 4], [2, 8]]),
     },
     "speech-encoder-decoder": {"input_values": ("float", (2, 1200)), "decoder_input_ids": ("int", (2, 5), 64)},
@@ -158,7 +163,7 @@ INPUTS: dict[str, dict[str, Any]] = {
     "tvp": {
         "input_ids": ("int", (1, 7), 64),
         "pixel_values": ("float", (1, 2, 3, 128, 128)),
-        "attention_mask": ("ones", (1, 7)),
+        "attention_mask": ("mask", (1, 7)),
     },
     "udop": {
         "input_ids": _IDS,
