@@ -13,6 +13,7 @@ CONVOLUTION = "tests/nn/test_convolution.py"
 OTHERS = "tests/planning/test_other_experts.py"
 EXPERTS, BEHIND = "tests/planning/test_experts.py", "tests/models/test_experts.py -k of_another_kind"
 SPACES, HEADS = "tests/planning/test_state_spaces.py", "tests/planning/test_per_head.py"
+TRAINED = f"{HEADS}::test_they_compute_and_train_as_the_unsharded_model[2]"
 MERGED = "tests/integrations/transformers/test_peft.py -k alone"
 
 FOLLOWED = "tests/planning/test_followed.py"
@@ -33,8 +34,9 @@ PLANNER = (
     Edit("planning/source_reads.py", "return [node.left]", "return []", f"{FOLLOWED} -k whoever"),
     Edit("planning/part_norms.py", "(norm.centred and degrees())", "False", f"{HEADS} -k in_no_blocks"),
     Edit("planning/gradients.py", '{f"{name}.weight", f"{name}.bias"}', '{f"{name}.weight"}', f"{HEADS} -k looks_so"),
-    Edit("nn/part_norm.py", "variances + (means - mean).square()", "variances", f"{HEADS} -k unsharded"),
-    Edit("nn/part_norm.py", "(moments, mesh)", "(moments, mesh, replicated_grad=True)", f"{HEADS} -k unsharded"),
+    Edit("nn/part_norm.py", "variances + (means - mean).square()", "variances", TRAINED),
+    Edit("nn/part_norm.py", "(moments, mesh)", "(moments, mesh, replicated_grad=True)", TRAINED),
+    Edit("sharding/part_tracking.py", 'name == "all_gather" and not args[4]', "False", TRAINED),
     Edit(
         "planning/weight_reads.py",
         'f_globals["__name__"].split(".")[0] != "torch"',

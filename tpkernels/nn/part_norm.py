@@ -82,19 +82,11 @@ def layer_norm(
     return y if bias is None else y + bias
 
 
-def _check(norm: nn.Module, mesh: DeviceMesh, epsilon: float, *keys: str) -> dict[str, nn.Parameter]:
-    """The parameters of a norm that is to be cut, which are vectors of ``keys``; only the first has to be there."""
-    own = dict(norm.named_parameters())
-    if list(own) not in (list(keys[:1]), list(keys)) or any(one.shape != own["weight"].shape for one in own.values()):
-        wanted = "one parameter, a vector named weight" if len(keys) == 1 else f"one vector for each of {list(keys)}"
-        raise ValueError(f"{type(norm).__name__} must have {wanted}, got {list(own)}")
-    if own["weight"].dim() != 1:
-        raise ValueError(f"{type(norm).__name__} must have vectors, got {list(own['weight'].shape)}")
-    if 0 in chunk_sizes(own["weight"].shape[0], mesh.size()):
-        raise ValueError(f"{own['weight'].shape[0]} features leave some of {mesh.size()} ranks without any")
+def _check(weight: Tensor, mesh: DeviceMesh, epsilon: float) -> None:
+    if 0 in chunk_sizes(weight.shape[0], mesh.size()):
+        raise ValueError(f"{weight.shape[0]} features leave some of {mesh.size()} ranks without any")
     if not epsilon > 0:
         raise ValueError(f"epsilon must be positive, got {epsilon}")
-    return own
 
 
 def _keep_numbers(module: nn.Module, norm: nn.Module) -> None:
@@ -132,8 +124,11 @@ class PartRMSNorm(nn.Module):
             ValueError: it has other parameters than a vector ``weight``, or fewer features than there are ranks; an
                 unknown ``gate``.
         """
-        mesh = tp_mesh(group, norm)
-        weight = _check(norm, mesh, epsilon, "weight")["weight"]
+        mesh, own = tp_mesh(group, norm), dict(norm.named_parameters())
+        if list(own) != ["weight"] or own["weight"].dim() != 1:
+            raise ValueError(f"{type(norm).__name__} must have one parameter, a vector named weight, got {list(own)}")
+        weight = own["weight"]
+        _check(weight, mesh, epsilon)
         module = cls.__new__(cls)
         nn.Module.__init__(module)
         if gate not in GATES:
@@ -198,13 +193,16 @@ class PartLayerNorm(nn.Module):
             ValueError: it has other parameters than vectors ``weight`` and ``bias``, or features that do not divide
                 over the ranks.
         """
-        mesh = tp_mesh(group, norm)
-        own = _check(norm, mesh, epsilon, "weight", "bias")
-        if own["weight"].shape[0] % mesh.size():
-            raise ValueError(f"{own['weight'].shape[0]} features do not divide over {mesh.size()} ranks")
+        mesh, own = tp_mesh(group, norm), dict(norm.named_parameters())
+        shapes = {key: tuple(one.shape) for key, one in own.items()}
+        if list(own) not in (["weight"], ["weight", "bias"]) or own["weight"].dim() != 1 or len({*shapes.values()}) > 1:
+            raise ValueError(f"{type(norm).__name__} must have vectors weight and bias, or weight alone, got {shapes}")
+        _check(own["weight"], mesh, epsilon)
+        if (features := own["weight"].shape[0]) % mesh.size():
+            raise ValueError(f"{features} features of a layer norm do not divide over {mesh.size()} ranks")
         module = cls.__new__(cls)
         nn.Module.__init__(module)
-        module.features, module.epsilon = own["weight"].shape[0], epsilon
+        module.features, module.epsilon = features, epsilon
         for key in ("weight", "bias"):
             held = own.get(key)
             kept = None if held is None else shard_parameter(held, mesh, 0, requires_grad=held.requires_grad)
