@@ -19,13 +19,15 @@ from tests.backends.contract import JUDGES
 from tests.backends.emulated import Emulation
 from tests.ops import same_bits as calls
 from tests.ops.same_bits import SAME_BITS, Draw, Result
-from tests.ops.test_same_bits import compare
+from tests.ops.test_same_bits import check_fp8, compare
 from tests.ops.test_same_bits_experts import Mixture
 from tests.ops.test_same_bits_experts import run as run_experts
 from tpkernels.backends.symmetric import kernel_launches, tuning
 from tpkernels.backends.symmetric import same_bits as symmetric
 from tpkernels.comm.groups import resolve
 from tpkernels.dispatch import Problem
+from tpkernels.errors import UnsupportedProblem
+from tpkernels.gemm import fp8
 from tpkernels.testing import dealt, grouped
 from tpkernels.testing.cases import COPY, FUSED, GATHER, REDUCE, SCATTER, Case
 from tpkernels.testing.dealt import COMBINE, DISPATCH, DealtCase
@@ -53,6 +55,16 @@ DRAWS = [
     Draw(GATHER, (9,), (3,), 16, 1, torch.float32, False, "gelu", False, 6),
     Draw(COPY, (10,), (3,), 6, 0, torch.float32, True, "silu", False, 7),
 ]
+# fp8: rows and features gathered; blocks that are no multiple of what is multiplied at once; one scale for all and one
+# for each row; and the only element that one rank of eight has.
+SCALED = [
+    Draw(GATHER, (40,), (12, 5), 17, 0, fp8.DTYPE, True, None, False, 7),
+    Draw(GATHER, (2, 9), (6, 6), 9, 2, fp8.DTYPE, False, "swiglu", False, 12),
+    Draw(SCATTER, (40,), (9,), 17, 0, fp8.DTYPE, True, None, True, 9),
+    Draw(SCATTER, (5, 4), (4,), 24, 2, fp8.DTYPE, False, None, False, 10),
+    Draw(REDUCE, (2, 11), (5,), 40, 0, fp8.DTYPE, True, None, False, 8),
+    Draw(GATHER, (1,), (1,), 5, 0, fp8.DTYPE, True, None, False, 6),
+]
 
 
 # Features in several blocks and in one, tokens of each rank and of all, experts that are dealt out.
@@ -61,6 +73,11 @@ EXPERTS = [
     Mixture(40, 16, 2, sequence_parallel=True, activation="gelu", dtype=torch.float16),
     Mixture(11, 24, 3, num_experts=3, bias=True, layout="experts", dtype=torch.bfloat16),
     Mixture(40, 16, 2, sequence_parallel=True, layout="experts"),
+]
+SCALED_EXPERTS = [
+    Mixture(11, 24, 3, num_experts=3, bias=True, dtype=fp8.DTYPE),
+    Mixture(40, 16, 2, sequence_parallel=True, dtype=fp8.DTYPE),
+    Mixture(23, 24, 3, sequence_parallel=True, bias=True, layout="experts", dtype=fp8.DTYPE),
 ]
 
 
@@ -127,7 +144,8 @@ def judge(ranks: Pools, emulation: Emulation, draws: Sequence[Draw | Mixture], w
 
 
 def test_two_ranks_give_the_bits_of_one(pools: Pools, emulation: Emulation) -> None:
-    judge(pools, replace(emulation, num_chunks=2), FEW, (2,))
+    draws = [*FEW, SCALED[1], SCALED[3], SCALED_EXPERTS[0]]
+    judge(pools, replace(emulation, num_chunks=2, capability=90), draws, (2,))
 
 
 @pytest.mark.slow("interpreted ranks")
@@ -141,9 +159,36 @@ def test_two_and_four_ranks_give_the_bits_of_one_with_experts(pools: Pools, emul
     judge(pools, replace(emulation, num_chunks=2), EXPERTS, (2, 4))
 
 
+@pytest.mark.slow("interpreted ranks")
+def test_two_and_four_ranks_give_the_bits_of_one_with_fp8_operands(pools: Pools, emulation: Emulation) -> None:
+    judge(pools, replace(emulation, num_chunks=2, capability=90), [*SCALED, *SCALED_EXPERTS], (2, 4))
+
+
+@pytest.mark.slow("interpreted ranks")
+def test_values_of_fp8_are_right(pools: Pools, emulation: Emulation) -> None:
+    """Those of one rank, whose bits the others have."""
+    (found,) = pools(1).run(run_all, replace(emulation, capability=90), SCALED, timeout=PATIENCE_S)
+    for of, results in zip(SCALED, found, strict=True):
+        check_fp8(of, results)
+    pools(2).run(check_fp8_of_experts, replace(emulation, num_chunks=2, capability=90), timeout=PATIENCE_S)
+
+
+def check_fp8_of_experts(emulation: Emulation) -> None:
+    """The scales of integers are equal on all ranks, as those of a contraction that is cut have to be."""
+    of_features = GroupedCase(GATHER_EXPERTS, (9, 4), shape=(16, 16), fp8=("row", "row"), integers=True)
+    of_whole = DealtCase(DISPATCH, (9, 4), shape=(16, 24), bias=True, fp8=("row", "matrix"))
+    options: Any = {"dtype": torch.bfloat16, "implementation": "symmetric"}
+    with emulation.group() as group:
+        resolve(group).keep_same_bits(SAME_BITS)
+        for number, op in enumerate((GATHER_EXPERTS, SCATTER_EXPERTS, REDUCE_EXPERTS)):
+            grouped.judge(of_features.but(op=op, bias=op == GATHER_EXPERTS, call=number, **options), group)
+        for op in (DISPATCH, COMBINE):
+            dealt.judge(of_whole.but(op=op, **options), group)
+
+
 @pytest.mark.full("eight interpreted ranks")
 def test_eight_ranks_give_the_bits_of_one_in_every_op(pools: Pools, emulation: Emulation) -> None:
-    judge(pools, emulation, [*DRAWS, *EXPERTS], (SAME_BITS,))
+    judge(pools, replace(emulation, capability=90), [*DRAWS, *EXPERTS, *SCALED, *SCALED_EXPERTS], (SAME_BITS,))
 
 
 @pytest.mark.slow("interpreted ranks")
@@ -162,11 +207,22 @@ def test_a_seeded_fault_changes_bits(pools: Pools, emulation: Emulation, fault: 
 def test_tiles_do_not_depend_on_the_degree(capability: int) -> None:
     device: Any = SimpleNamespace(capability=capability, num_sms=108)
     differ = 0
-    for op, m, dtype in itertools.product((GATHER, SCATTER), (8, 64, 500, 8192), (torch.float32, torch.bfloat16)):
-        problems = [Problem(op, m, 2048, 2048, dtype, world, same_bits=SAME_BITS) for world in (1, 2, 4, 8)]
+    dtypes = [(torch.float32, None), (torch.bfloat16, None), (fp8.DTYPE, torch.bfloat16)][: 3 if capability > 80 else 2]
+    for op, m, (dtype, out) in itertools.product((GATHER, SCATTER), (8, 64, 500, 8192), dtypes):
+        problems = [
+            Problem(op, m, 2048, 2048, dtype, world, out_dtype=out, same_bits=SAME_BITS) for world in (1, 2, 4, 8)
+        ]
         assert len({tuning.tiles_of_blocks(problem, device) for problem in problems}) == 1, (op, m, dtype)
         differ += len({tiles_of_the_degree(problem, device) for problem in problems}) > 1
     assert differ > 4  # else this would show nothing
+
+
+def test_a_gpu_without_fp8_is_refused() -> None:
+    device: Any = SimpleNamespace(capability=80, num_sms=108)
+    with pytest.raises(UnsupportedProblem, match=r"need GPUs of capability 8.9, these have 8.0"):
+        tuning.tiles_of_blocks(
+            Problem(SCATTER, 8, 64, 64, fp8.DTYPE, 2, out_dtype=torch.bfloat16, same_bits=SAME_BITS), device
+        )
 
 
 @pytest.mark.slow("interpreted ranks")

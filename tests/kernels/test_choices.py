@@ -257,6 +257,8 @@ def test_scales_come_in_pairs_of_one_kind() -> None:
     assert scale_kind(None, None, 8, 24) == "none"
     assert scale_kind(one, one, 8, 24) == "tensor"
     assert scale_kind(rows, columns, 8, 24) == "row"
+    # The only row and column: as of a matrix of which they are a part.
+    assert scale_kind(rows[:1].view(1, 1), columns[:1].view(1, 1), 1, 1) == "row"
     for pair in ((one, columns), (rows, None), (columns, rows)):
         with pytest.raises(ValueError, match="must both have one element, or 8 and 24"):
             scale_kind(*pair, 8, 24)

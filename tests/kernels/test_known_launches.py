@@ -47,6 +47,7 @@ class Noting:
     def __init__(self, capability: int) -> None:
         self.launched: list[tuple[Any, ...]] = []
         self.specialised = self.compiled = 0
+        self.options: dict[str, Any] = {}
         self._target = GPUTarget("cuda", capability, 32)
 
     def get_current_target(self) -> GPUTarget:
@@ -59,7 +60,7 @@ class Noting:
         return 7
 
     def compile(self, source: Any, **options: Any) -> CompiledKernel:
-        self.compiled += 1
+        self.compiled, self.options = self.compiled + 1, options["options"]
         kernel = object.__new__(CompiledKernel)
         kernel.src, kernel.module, kernel.function, kernel.packed_metadata = source, "module", self.compiled, ()
         kernel.name = kernel.metadata = ""
@@ -229,6 +230,16 @@ def test_the_launcher_is_given_what_tritons_own_launch_gives_it(
     assert any(argument[0] == "descriptor" for argument in by_known[3:] if isinstance(argument, tuple)) is (
         capability == 90
     )
+
+
+@pytest.mark.parametrize(("kind", "fuses"), [("plain", True), ("scales", False)])
+def test_a_scaled_product_is_rounded_before_an_addend_comes(
+    on_gpu: Callable[[int], Noting], kind: str, fuses: bool
+) -> None:
+    """As it is where it is stored: `same_bits` adds blocks in one place on some ranks and in another on others."""
+    driver, case = on_gpu(90), scatters(kind, 90)
+    case.launch(**case.operands())
+    assert driver.options["enable_fp_fusion"] is fuses
 
 
 def test_the_operands_that_a_launch_is_known_from_may_go(on_gpu: Callable[[int], Noting]) -> None:

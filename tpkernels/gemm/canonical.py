@@ -13,7 +13,8 @@ by which every rank of every degree makes the same library calls, and adds their
 The tree adds neighbours, ((0+1) + (2+3)) + ((4+5) + (6+7)), in fp32 (fp64 for fp64).  A rank's blocks are a subtree of
 it, whose sum the rank sends; the top of the tree is over ranks.  The library computes a block's product in the dtype of
 the operands, as it does for a rank of B; bf16 products are therefore rounded once before the tree, whatever W is.
-fp8 numbers are multiplied in fp32, and the scales are applied to the product of each block, before the tree.
+fp8 numbers are multiplied in fp32, and the scales are applied to the product of each block, before the tree.  The
+kernels of ``symmetric`` do so, too, with products of their own (:mod:`tpkernels.backends.symmetric.same_bits`).
 
 Why calls and not elements.  Measured with torch 2.13.0 (MKL 2024.2, oneDNN 3.12) on an Intel Xeon of the Ice Lake
 generation (AVX-512, no bf16 instructions), 2026-11-24, 60 random shapes up to 384 x 1024 x 768 each for x @ w^T, x @ w

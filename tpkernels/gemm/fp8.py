@@ -143,6 +143,10 @@ class ScaledExperts:
         experts, columns, contraction = self.weights.shape
         return torch.Size((experts, contraction, columns))
 
+    def block(self, panel: slice) -> ScaledExperts:
+        """A block of the contraction, for all of which a row of the weights has one scale."""
+        return ScaledExperts(self.weights[:, :, panel], self._scale)
+
     @property
     def scales(self) -> Tensor:
         """One per row of the weights, ``[E, columns]``, contiguous."""

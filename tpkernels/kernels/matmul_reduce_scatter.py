@@ -30,7 +30,15 @@ from torch import Tensor
 
 from tpkernels.kernels.config import MAX_REGISTERS, GemmConfig
 from tpkernels.kernels.known_launches import KnownLaunch, known_launch
-from tpkernels.kernels.operands import check_operands, is_transposed, loop_of, operand, row_stride, scale_kind
+from tpkernels.kernels.operands import (
+    ScaleKind,
+    check_operands,
+    is_transposed,
+    loop_of,
+    operand,
+    row_stride,
+    scale_kind,
+)
 from tpkernels.kernels.signals import announce, count_tile, current_call, has_failed
 from tpkernels.kernels.tiles import (
     FINISH_COLUMNS,
@@ -46,7 +54,7 @@ from tpkernels.kernels.tiles import (
     tile_position,
 )
 
-__all__ = ["STAGING", "Departures", "matmul_reduce_scatter", "matmul_reduce_scatter_kernel"]
+__all__ = ["STAGING", "Departures", "fuses", "matmul_reduce_scatter", "matmul_reduce_scatter_kernel"]
 
 
 @triton.jit(do_not_specialize=["num_row_tiles"])
@@ -269,6 +277,15 @@ class Departures:
     signal_pads: bool = False
 
 
+def fuses(scale: ScaleKind, addends: int) -> bool:
+    """Whether the compiler may make one operation of a product and a sum.
+
+    Not of a scale and an addend: the scaled product would be rounded where it is stored, and not where a sum is, and
+    which blocks of a contraction are stored by themselves depends on the number of ranks.
+    """
+    return scale == "none" or addends == 0
+
+
 STAGING = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -333,6 +350,7 @@ def matmul_reduce_scatter(
         compiled = kernel[(1 if rehearsal else programs,)](
             *operands, *tables, 0 if rehearsal else num_row_tiles, *numbers, **constants,
             num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=MAX_REGISTERS,
+            enable_fp_fusion=fuses(scale, addends),
         )  # fmt: skip
     if m == 0 or n == 0:
         return None

@@ -110,6 +110,9 @@ def scale_kind(scale_a: Tensor | None, scale_b: Tensor | None, m: int, n: int) -
     if scale_a is None and scale_b is None:
         return "none"
     if scale_a is not None and scale_b is not None:
+        # First, so that a part of one column is scaled as the whole is: one by one, and not by the scales' product.
+        if scale_a.dim() == scale_b.dim() == 2 and (len(scale_a), scale_b.numel()) == (m, n):
+            return "row"
         if scale_a.numel() == 1 and scale_b.numel() == 1:
             return "tensor"
         if scale_a.numel() == m and scale_b.numel() == n:

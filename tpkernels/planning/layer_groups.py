@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from tpkernels.planning.session import Node
 from tpkernels.planning.trace import Recording
 
 __all__ = ["Group", "find_groups"]

@@ -234,13 +234,14 @@ def combining_launches(
 
     ``parts`` begin at addresses relative to ``staging``.  Chunk c of owner o raises local flag o * chunks + c.  Without
     a layout (of the tokens by owner) all tokens are one chunk of one owner, and no flag is raised.  ``dtype``: of the
-    sums, by default that of the result.
+    sums, by default that of the result; products of fp8 operands then have it, too.
     """
     announces = layout is not None
     layout = _undivided(Layout(1, (call.rows.num_tokens,), 1)) if layout is None else layout
     num_chunks = chunks_of(context, channel) if announces else 1
     cut = cut_of(layout, num_chunks, channel.rank if announces else 0, False)
-    products = call.like.new_empty(call.rows.count, call.columns)
+    of_products = call.like.dtype if call.out_dtype is None or dtype is None else dtype
+    products = call.like.new_empty(call.rows.count, call.columns, dtype=of_products)
     launches: list[Launch] = []
     if not call.matrices[0].shape[0]:  # of experts that are dealt out there may be none here
         return launches, num_chunks

@@ -103,7 +103,6 @@ ONE_SHOT_BYTES = 512 * 1024
 TWO_SHOT_BYTES = 8 * 1024 * 1024
 # Modelled, too: from here on a second copy within the GPU, at some 2 TB/s, takes longer than enqueuing the copies does.
 MULTICAST_BYTES = 32 * 1024 * 1024
-FP8_CAPABILITY = 89
 START, FINISH = Steps.BEGIN | Steps.MOVE, Steps.JOIN | Steps.END
 CHECKED_ROWS = 80
 
@@ -114,13 +113,15 @@ def all_gather_matmul(context: Context, call: AllGatherMatmul) -> Gathered:
     epilogue = Epilogue(call)
     launches: list[Launch] = []
     later: list[Launch] = []
-    num_chunks, in_blocks = 1, context.problem.same_bits > 0
+    num_chunks, in_blocks, complete = 1, context.problem.same_bits > 0, _nothing
     fuses = layout.max_shard_rows >= FUSE_FROM_ROWS and has_kernel(channel.device, call.out_dtype)
     if not layout.feature and (fuses or in_blocks):
-        launches, num_chunks = gather_launches(context, channel, call, layout, whole, epilogue)
+        launches, num_chunks = gather_launches(context, channel, call, layout, call.operand(whole), epilogue)
     elif in_blocks:  # the same kernel, when everything is there
-        later, _ = gather_launches(context, channel, call, own_rows(channel, layout.total_rows), whole, epilogue)
+        operand, complete = same_bits.features(call, whole)
+        later, _ = gather_launches(context, channel, call, own_rows(channel, layout.total_rows), operand, epilogue)
     gather(channel, context, "all_gather_matmul", call.x, layout, whole, num_chunks, launches)
+    complete()
     for launch in later:
         launch()
     if not launches and not later:
@@ -334,7 +335,7 @@ def checked(work: Callable[[Context, Any], Any], context: Context, call: Any) ->
 
 def has_kernel(device: Device, out_dtype: torch.dtype | None) -> bool:
     """Whether the fused kernels run on this kind of GPU, which all ranks have; fp8 came with capability 8.9."""
-    return out_dtype is None or device.capability >= FP8_CAPABILITY
+    return out_dtype is None or device.capability >= tuning.FP8_CAPABILITY
 
 
 _Sums = Callable[[Channel, Context, str, Tensor, Tensor | None], Tensor]
@@ -387,8 +388,6 @@ def _way(sums: _Sums | None, fused: bool, problem: Problem) -> Way:
 def refuses(problem: Problem) -> str | None:
     if problem.world_size == 1 and not problem.same_bits:
         return "one rank has nothing to share"
-    if problem.same_bits and problem.out_dtype is not None:
-        return "its fp8 kernels are not proven to give the same bits at every number of ranks"
     if problem.same_bits > same_bits.MOST_BLOCKS:
         return f"it adds at most {same_bits.MOST_BLOCKS} blocks, and same_bits={problem.same_bits}"
     no_memory = problem.refusal(SymmetricMemory.name)

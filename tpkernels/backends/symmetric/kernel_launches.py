@@ -20,7 +20,7 @@ from tpkernels.backends.symmetric.channels import Channel
 from tpkernels.backends.symmetric.copy_engine_traffic import Matrix
 from tpkernels.backends.symmetric.cuda_native import MAX_CHUNKS
 from tpkernels.backends.symmetric.tuning import gemm_of, tiles_of_blocks
-from tpkernels.gemm.fp8 import Scaled
+from tpkernels.gemm.fp8 import Operand, Scaled
 from tpkernels.gemm.widened import MatrixOperand, Widened
 from tpkernels.kernels.config import GemmConfig
 from tpkernels.ops.contract import AllGatherMatmul, Context, MatmulReduceScatter
@@ -47,13 +47,13 @@ Launch = Callable[[], None]
 
 
 def gather_launches(
-    context: Context, channel: Channel, call: AllGatherMatmul, layout: Layout, whole: Tensor, epilogue: Epilogue
+    context: Context, channel: Channel, call: AllGatherMatmul, layout: Layout, operand: Operand, epilogue: Epilogue
 ) -> tuple[list[Launch], int]:
     """The GEMMs of one gather, one per output, and the number of chunks that they expect of every shard.
 
-    layout: by whom the rows of ``whole`` are brought; see :func:`own_rows`.
+    operand: the gathered rows; layout: by whom they are brought, see :func:`own_rows`.
     """
-    found = [_gather_launch(context, channel, call, layout, whole, epilogue, i) for i in range(len(epilogue.outs))]
+    found = [_gather_launch(context, channel, call, layout, operand, epilogue, i) for i in range(len(epilogue.outs))]
     return [launch for launch, _ in found], found[0][1]
 
 
@@ -63,12 +63,12 @@ def own_rows(channel: Channel, rows: int) -> Layout:
 
 
 def _gather_launch(
-    context: Context, channel: Channel, call: AllGatherMatmul, layout: Layout, whole: Tensor, epilogue: Epilogue,
+    context: Context, channel: Channel, call: AllGatherMatmul, layout: Layout, operand: Operand, epilogue: Epilogue,
     output: int,
 ) -> tuple[Launch, int]:  # fmt: skip
     from tpkernels.kernels import all_gather_matmul as kernel
 
-    x, scale_x = _numbers(call.operand(whole))
+    x, scale_x = _numbers(operand)
     out, parts = epilogue.outs[output], (0, 1) if call.gated else (output,)
     operands = [_numbers(call.matrices[part]) for part in parts]
     weights = alike([numbers.t() for numbers, _ in operands])

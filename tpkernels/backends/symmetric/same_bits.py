@@ -17,13 +17,22 @@ work, and no GPU has been asked.  The bits are not those of the library's GEMMs,
 Sums of experts are made in the same way: of each block a launch weights and sums its products over a token's experts in
 fp32, and torch adds the blocks.  Experts that are dealt out are whole, and need the same tiles alone.
 
+Products of fp8 numbers are scaled by the launch that makes them, before they are added to those of other blocks, and
+those of experts stay in fp32 until they are summed.  A compiler must not make one operation of a scale and an addend
+(:func:`tpkernels.kernels.matmul_reduce_scatter.fuses`): a block that is stored by itself would be rounded where one
+that is added is not.  Gathered features lie side by side as they would on one rank, so that K is gone through in the
+same steps.  A step of fp8 has 128 or 256 numbers of K, and blocks are often shorter or end within one: each begins with
+a step of its own, at every degree, and what its last step lacks is zeros.  Tensor cores keep fewer bits than fp32 in a
+step; assumed is that they drop the same ones for the same step of the same numbers, whether these were loaded one by
+one or in runs.
+
 Memory: fp32 for as many whole results as the rank's tree has levels, and one more.  Only the last block's GEMM hides
 transfers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -34,16 +43,34 @@ from tpkernels.backends.symmetric.copy_engine_traffic import Matrix, matrices_of
 from tpkernels.backends.symmetric.cuda_native import Steps
 from tpkernels.backends.symmetric.grouped_launches import combining_launches
 from tpkernels.backends.symmetric.kernel_launches import Launch, own_rows, scatter_launch
-from tpkernels.gemm import canonical
-from tpkernels.gemm.fp8 import ExpertMatrices, Operand
-from tpkernels.ops.contract import Context, GroupedMatmulAllReduce, MatmulReduceScatter
+from tpkernels.gemm import canonical, fp8
+from tpkernels.gemm.fp8 import ExpertMatrices, Operand, Scaled, ScaledExperts
+from tpkernels.gemm.widened import Widened
+from tpkernels.ops.contract import AllGatherMatmul, Context, GroupedMatmulAllReduce, MatmulReduceScatter
 from tpkernels.partition import Layout, chunk_ranges
 
-__all__ = ["MOST_BLOCKS", "sum_of_shard", "sum_of_tokens"]
+__all__ = ["MOST_BLOCKS", "features", "sum_of_shard", "sum_of_tokens"]
 
 MOST_BLOCKS = 64
 """As many as there may be ranks, and as divide the small problem of the first call's check."""
 _WIDE = torch.float32
+
+
+def features(call: AllGatherMatmul, whole: Tensor) -> tuple[Operand, Callable[[], None]]:
+    """The operand of a gather of features, and what completes it when ``whole`` is there.
+
+    fp8 numbers of several ranks are put side by side, without the scales between them, which the op has compared.
+    """
+    parts = fp8.split(whole, call.packed) if call.packed else []
+    if len(parts) < 2:
+        return call.operand(whole), lambda: None
+    numbers = torch.empty(len(whole), sum(call.packed), dtype=fp8.DTYPE, device=whole.device)
+
+    def complete() -> None:
+        for place, part in zip(numbers.view(torch.uint8).split(call.packed, 1), parts, strict=True):
+            place.copy_(part.numbers.view(torch.uint8))
+
+    return Scaled(numbers, parts[0].scale), complete
 
 
 def sum_of_shard(context: Context, channel: Channel, op: str, call: MatmulReduceScatter, bias: Tensor | None) -> Tensor:
@@ -114,10 +141,9 @@ def _sums_of_blocks(context: Context, channel: Channel, call: GroupedMatmulAllRe
     xs: list[Operand] = []
     of_experts: list[ExpertMatrices] = []
     for x, matrices in zip(call.xs, call.matrices, strict=True):
-        assert isinstance(x, Tensor) and isinstance(matrices, Tensor), "fp8 is refused"
         panel = canonical.panels(x.shape[1], own)[blocks[0]]
-        xs.append(x[:, panel])
-        of_experts.append(matrices[:, panel])
+        xs.append(canonical.part_of(x, slice(None), panel))
+        of_experts.append(matrices.block(panel) if isinstance(matrices, ScaledExperts) else matrices[:, panel])
     part = replace(call, xs=xs, matrices=of_experts, bias=None)
     sums = call.like.new_empty(rows, columns, dtype=_WIDE)
     place = (Matrix(0, rows, columns, columns),)
@@ -142,11 +168,12 @@ def _launches(
     for block in range(blocks):
         carried = _trailing_ones(block)
         for term, (x, matrix) in enumerate(zip(call.xs, call.matrices, strict=True)):
-            assert isinstance(x, Tensor) and isinstance(matrix, Tensor), "fp8 is refused"
-            panel = canonical.panels(x.shape[1], blocks)[block]
+            assert not isinstance(matrix, Widened), "a GPU multiplies bf16 itself"
+            panel, every = canonical.panels(x.shape[1], blocks)[block], slice(None)
             completes = term == terms - 1
             addends = kept[0 if term else 1 : 1 + carried if completes else 1]
-            part = replace(call, xs=[x[:, panel]], matrices=[matrix[panel]])
+            rows_of_x, columns_of_matrix = canonical.part_of(x, every, panel), canonical.part_of(matrix, panel, every)
+            part = replace(call, xs=[rows_of_x], matrices=[columns_of_matrix])
             if completes and block == blocks - 1:
                 part, target, memory = replace(part, layout=layout), parts, staging
             else:

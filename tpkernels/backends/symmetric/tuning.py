@@ -37,9 +37,10 @@ from tpkernels.kernels.config import GemmConfig, Tiles, candidates, configure
 from tpkernels.ops.contract import GATED
 from tpkernels.partition import Layout
 
-__all__ = ["Gemm", "agree", "gemm_of", "tiles_of_blocks"]
+__all__ = ["FP8_CAPABILITY", "Gemm", "agree", "gemm_of", "tiles_of_blocks"]
 
 ROUNDS = 7  # the first one compiles and warms up
+FP8_CAPABILITY = 89
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,15 @@ def tiles_of_blocks(problem: Problem, device: Device) -> Tiles:
     """With ``same_bits``: the tiles of a rank of the largest degree, which every degree takes.
 
     They are those for operands that are read through pointers: whether descriptors fit depends on the degree.
+
+    Raises:
+        UnsupportedProblem: the operands are fp8, and the GPU has no tensor cores for them; all ranks have such GPUs.
     """
+    if problem.out_dtype is not None and device.capability < FP8_CAPABILITY:
+        raise UnsupportedProblem(
+            f"fp8 operands with same_bits={problem.same_bits} need GPUs of capability 8.9, these have "
+            f"{device.capability / 10}: the library's GEMM, which computes without, is not proven to give the same bits"
+        )
     return gemm_of(replace(problem, world_size=problem.same_bits)).configure(device, pointers=True).tiles
 
 
