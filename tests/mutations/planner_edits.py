@@ -16,9 +16,14 @@ SPACES, HEADS = "tests/planning/test_state_spaces.py", "tests/planning/test_per_
 TRAINED = f"{HEADS}::test_they_compute_and_train_as_the_unsharded_model[2]"
 MERGED = "tests/integrations/transformers/test_peft.py -k alone"
 
-FOLLOWED = "tests/planning/test_followed.py"
+FOLLOWED, STATE = "tests/planning/test_followed.py", "tests/planning/test_module_state.py"
 
 PLANNER = (
+    Edit("planning/shadow.py", "put(self.modules, noting.before)", "pass", f"{STATE} -k 'table or buffer'"),
+    Edit("planning/replay.py", "self.recording.state_after(scope.changes)", "{}", f"{STATE} -k told"),
+    Edit("planning/replay.py", "vars(module) | changed", "vars(module)", f"{STATE} -k kept"),
+    Edit("planning/example_inputs.py", "[record(shadow, call, first)]", "[]", f"{STATE} -k second"),
+    Edit("planning/trace.py", "(id(self), -1 - source[1], source[2]) if", "tensor if", f"{STATE} -k recorded"),
     Edit("planning/trace.py", "if number < event][-1]", "][-1]", f"{FOLLOWED} -k counter"),
     Edit("planning/gradients.py", "for tensor in tensors) and on_elements()", "for tensor in tensors)", FOLLOWED),
     Edit("planning/proofs.py", "group in small or ", "False or ", f"{FOLLOWED} -k meets"),

@@ -199,8 +199,10 @@ class Observation:
             except Exception as error:  # noqa: BLE001 - a guess that does not fit can make a model raise anything
                 failures[mode] = f"{type(error).__name__}: {_first_line(error)}"
                 continue
-            if not any(mode.training == other.training and recording.same(known) for other, known in found):
-                found.append((mode, recording))
+            calls = [recording, *self._second(shadow, call, recording)]
+            for one in calls:
+                if not any(mode.training == other.training and one.same(known) for other, known in found):
+                    found.append((mode, one))
         if not found:
             self.problem = self.problem or f"it cannot be traced ({failures[MODES[0]]})"
             return False
@@ -220,6 +222,19 @@ class Observation:
             proven = [str(mode) for mode in MODES if mode not in failures and mode.gradients == failed.gradients]
             self.note = f"proven for {' and '.join(proven)} alone: in {failed} it cannot be traced ({why})"
         return True
+
+    def _second(self, shadow: Shadow, call: Example, first: Recording) -> list[Recording]:
+        """The same call once more, where it finds what the first one has left in modules (a table of positions)."""
+        if not first.changes:
+            return []
+        try:
+            return [record(shadow, call, first)]
+        except CalledOtherwise:
+            raise
+        except Exception as error:  # noqa: BLE001 - as of the first call
+            why = _first_line(error.__cause__ or error)
+            self.note = f"proven for a first call alone: a second one cannot be traced ({why})"
+            return []
 
     def told(self, model: nn.Module) -> str:
         """The inputs of the recorded run, by name and shape; who guessed them."""

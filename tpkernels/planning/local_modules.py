@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from tpkernels.planning.module_state import State
 from tpkernels.planning.op_arguments import same_scalars, without_sizes
 from tpkernels.planning.session import Session, Shape, as_shapes, canonical, constant_of
 from tpkernels.planning.shadow import Shadow
@@ -52,13 +53,14 @@ class LocalCall:
         return next(self.cuts[id(leaf)] for leaf in tree_leaves((self.args, self.kwargs)) if id(leaf) in self.cuts)
 
 
-def check_on_a_part(shadow: Shadow, calls: Sequence[LocalCall]) -> None:
-    """Run each module again on a shorter sequence, and on an empty one.
+def check_on_a_part(shadow: Shadow, calls: Sequence[LocalCall], state: State) -> None:
+    """Run each module again on a shorter sequence, and on an empty one; ``state`` is what the run has left in modules.
 
     Raises:
         Unproven: one of them does something else there.
     """
     short = _Short(shadow)
+    short.begins = state
     with shadow.running(short):
         for call in calls:
             length = call.cut.segments[0]

@@ -46,8 +46,10 @@ class _GuessFailed(Exception):
     """An opaque module does not run with what was guessed."""
 
 
-def record(shadow: Shadow, call: Example) -> Recording:
+def record(shadow: Shadow, call: Example, after: Recording | None = None) -> Recording:
     """A recording of ``shadow``; modules that need values are opaque afterwards.
+
+    ``after``: the call before this one.
 
     Raises:
         NeedsValues: it needs the values of tensors, and no module but the one that is called could be opaque.
@@ -55,7 +57,7 @@ def record(shadow: Shadow, call: Example) -> Recording:
     """
     for _ in range(MOST_OPAQUE):
         try:
-            return _agreed(shadow, call)
+            return _agreed(shadow, call, after)
         except _Close as close:
             if close.name in ("", call.method) or close.name in shadow.opaque:
                 raise NeedsValues from close.cause
@@ -74,7 +76,7 @@ def _place(name: str) -> str:
     return re.sub(r"\d+", "*", name)
 
 
-def _agreed(shadow: Shadow, call: Example) -> Recording:
+def _agreed(shadow: Shadow, call: Example, after: Recording | None) -> Recording:
     """One recording, if all guesses lead to the same one."""
     first: Recording | None = None
     runs: list[Recording] = []
@@ -86,7 +88,7 @@ def _agreed(shadow: Shadow, call: Example) -> Recording:
             if guess.rows in rows:
                 continue
             try:
-                run = _run(shadow, guess, call)
+                run = _run(shadow, guess, call, after)
             except _GuessFailed as error:
                 failure = failure or error
                 continue
@@ -107,19 +109,18 @@ def _agreed(shadow: Shadow, call: Example) -> Recording:
     return first
 
 
-def _run(shadow: Shadow, guess: Guess, call: Example) -> Recording:
+def _run(shadow: Shadow, guess: Guess, call: Example, after: Recording | None) -> Recording:
     """The recording under ``guess``.
 
     Raises:
         _Close, _GuessFailed, and whatever the model raises without a guess.
     """
     shadow.guess = guess
-    recording, before = Recording(shadow), shadow.held_buffers()
+    recording = Recording(shadow, after=after)
     try:
         recording.run(call)
-        grown = [*map(id, before)] != [*map(id, shadow.held_buffers())]
-        if recording.met_real_cache or grown:  # later runs compute what this one found there, or find what it made
-            recording = Recording(shadow)
+        if recording.met_real_cache:  # later runs compute what this one found there
+            recording = Recording(shadow, after=after)
             recording.run(call)
     except NotOpaque as error:
         raise _Close(recording.callers[error.name], error) from error

@@ -128,19 +128,23 @@ class Replay(ChannelSteps):
     def run_scope(self, scope: Scope) -> None:
         """Run one module on the arguments that the recording saw."""
         self._begin(scope.start, scope.stop)
+        self.begins = self.recording.state_after(scope.changes)
         self._run(self.shadow.modules[scope.name], *self.shadow.copied((scope.args, scope.kwargs)))
 
     def run_model(self, call: Example) -> None:
         """Run the whole model; nothing that is cut may be part of what it returns."""
+        self.begins = self.recording.begins
         out = self._run(call.run, (self.shadow.model,), {})
         for tensor in tensors_in(out):
             self._is_whole(tensor, "among the model's outputs")
             if self.has_origin(tensor):
                 self._complete |= self.origin(tensor) or set()
+        left = self.state_after()
         for name, module in self.shadow.modules.items():
             if getattr(module, "takes_parts", False):  # its author knows
                 continue
-            for attribute, value in vars(module).items():
+            changed = {key: held.value for (owner, key), held in left.items() if owner == name and held is not None}
+            for attribute, value in (vars(module) | changed).items():
                 for leaf in tree_leaves(value) if isinstance(value, Tensor | list | tuple | dict) else ():
                     if isinstance(leaf, Tensor):
                         self._is_whole(leaf, f"kept by the model as {name}.{attribute}")

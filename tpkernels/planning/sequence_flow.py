@@ -70,9 +70,10 @@ def follow(observation: Observation, roles: Mapping[str, str], others: Mapping[s
     while stacks:
         flows: list[_Flow] = []
         try:
-            for mode, _ in observation.examples[0]:
+            for mode, recording in observation.examples[0]:
                 observation.shadow.set_mode(mode)
                 flows.append(_Flow(observation.shadow, stacks, roles, others))
+                flows[-1].begins = recording.begins
                 flows[-1].run(observation.args, observation.kwargs)
                 if not flows[0].stream.same(flows[-1].stream):
                     raise Unproven(f"it takes another path in {mode} than in {observation.mode}")
@@ -169,7 +170,7 @@ class _Flow(Session):
                 self._inputs.add(id(leaf))
         with self.shadow.running(self):
             self.shadow.model(*args, **kwargs)
-        check_on_a_part(self.shadow, self._local_calls)
+        check_on_a_part(self.shadow, self._local_calls, self.state_after())
 
     # ------------------------------------------------------------------ modules
 

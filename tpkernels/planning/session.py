@@ -22,6 +22,7 @@ from tpkernels.planning.experts import CalledOtherwise
 from tpkernels.planning.gradient_code import Requiring
 from tpkernels.planning.higher_order_ops import as_op
 from tpkernels.planning.known_values import KnownValues
+from tpkernels.planning.module_state import Held, State
 from tpkernels.planning.shadow import Shadow
 from tpkernels.planning.tensors import can_require_grad, storage_of, tensors_in, written_by
 
@@ -134,6 +135,8 @@ class Scope:
     stop: int = -1
     trained: bool = False
     """Whether somebody wants the gradient of a tensor among its arguments."""
+    changes: int = 0
+    """How many attributes of modules the run had changed before."""
 
 
 def canonical(func: Any) -> Any:
@@ -173,6 +176,10 @@ class Session(TorchDispatchMode):
         self.shadow, self.attributes = shadow, dict(attributes)
         self.slices: dict[str, Tensor] = {}
         """What this run has in the place of parameters and buffers."""
+        self.begins: State = {}
+        """Attributes of modules that an earlier call has changed,"""
+        self.changes: list[tuple[tuple[str, str], Held | None]] = []
+        """and those that this run changes, in order."""
         self.origins: dict[int, Origin] = {}
         self.made: dict[int, Source] = {}
         self.requiring = Requiring(shadow)
@@ -317,6 +324,14 @@ class Session(TorchDispatchMode):
 
     def layer_called(self, name: str, x: Tensor) -> Tensor:
         raise NotImplementedError
+
+    def changed(self, attribute: tuple[str, str], held: Held | None) -> None:
+        """The model's code has changed an attribute of a module."""
+        self.changes.append((attribute, held))
+
+    def state_after(self, changes: int | None = None) -> State:
+        """What modules have after so many changes; after all of them by default."""
+        return self.begins | dict(self.changes[:changes])
 
     def read_by_weight(self, name: str) -> None:
         """A product with a layer's weight, which is a call of the layer."""

@@ -32,6 +32,7 @@ from tpkernels.planning.fake_answers import GUESSES, Answers
 from tpkernels.planning.gradient_code import code_of_gradients
 from tpkernels.planning.known_values import values_of
 from tpkernels.planning.layers import Layer, layer_of, own_base, unswappable
+from tpkernels.planning.module_state import Noting, put
 from tpkernels.planning.numbers import root_of, set_number
 from tpkernels.planning.own_code import rebased
 from tpkernels.planning.part_norms import KnownNorm, may_be_norm
@@ -174,10 +175,6 @@ class Shadow:
         free = [name for name, owner in owners.items() if owner not in self.layers or owner in read]
         return {name: self.own(name) for name in free}
 
-    def held_buffers(self) -> list[Tensor]:
-        """What its modules hold now: code may put a longer table in the place of one."""
-        return [buffer for module in self.modules.values() for buffer in module._buffers.values() if buffer is not None]
-
     def own(self, name: str) -> Tensor:
         """The parameter or buffer ``name`` of the copy."""
         owner, _, key = name.rpartition(".")
@@ -206,8 +203,11 @@ class Shadow:
     def running(self, session: Session) -> Iterator[None]:
         """Fake mode, the session on top of it, and its attributes in place of the model's.
 
+        Modules begin with what the session says that they do, and are as before at the end.
+
         Gradients are enabled as the mode says, to the model's code alone: no parameter requires one.
         """
+        begun, noting = put(self.modules, session.begins), Noting(session)
         roots = {(name, root_of(attribute)) for name, attribute in session.attributes}
         before = {(name, root): getattr(self.modules[name], root) for name, root in roots}
         whole = {name: self.own(name) for name in session.slices}
@@ -231,6 +231,7 @@ class Shadow:
                 Answers(session, self.guess),
                 ShapesAsked(self.owners, self.asked),
                 WeightReads(session),
+                noting,
                 session,
             ):
                 hook = register_module_forward_pre_hook(self._note_original)
@@ -242,9 +243,11 @@ class Shadow:
             self.session = None
             log.disabled = was_disabled
             torch.backends.mha.set_fastpath_enabled(fast)
+            put(self.modules, noting.before)
             for (name, attribute), value in before.items():
                 setattr(self.modules[name], attribute, value)
             self._hold(whole)
+            put(self.modules, begun)
             session.met_real_cache = self.caches.empty()
 
     def _hold(self, tensors: Mapping[str, Tensor]) -> None:

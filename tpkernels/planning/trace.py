@@ -67,13 +67,20 @@ class Recording(Session):
 
     Args:
         widths: output features of layers that are not what the model's are (key-value heads once per rank).
+        after: the call before this one, whose changes of modules this one finds.
     """
 
     def __init__(
-        self, shadow: Shadow, attributes: Mapping[tuple[str, str], int] = {}, widths: Mapping[str, int] = {}
+        self,
+        shadow: Shadow,
+        attributes: Mapping[tuple[str, str], int] = {},
+        widths: Mapping[str, int] = {},
+        after: Recording | None = None,
     ) -> None:
         super().__init__(shadow, attributes)
-        self.widths = dict(widths)
+        self.widths, self.after = dict(widths), after
+        if after is not None:
+            self._begin_after(after)
         self.events: list[Event] = []
         self.scopes: list[Scope] = []
         self.nodes: list[Node] = []
@@ -126,6 +133,13 @@ class Recording(Session):
             for name, count in others.items():
                 mine.setdefault(name, count)
 
+    def _begin_after(self, other: Recording) -> None:
+        """Find in the modules what ``other`` has left there; its tensors have their origins and names of their own."""
+        self.begins, self.origins = other.state_after(), dict(other.origins)
+        self.values.take(other.values)
+        for tensor, source in other.made.items():
+            self.made[tensor] = (id(self), -1 - source[1], source[2]) if isinstance(source, tuple) else source
+
     def run(self, call: Example) -> None:
         """Run the model on fake inputs."""
         for leaf in tree_leaves((call.args, call.kwargs)):
@@ -144,6 +158,7 @@ class Recording(Session):
         """Run one module on the arguments that another recording saw; the scope of that call here."""
         self.origins, self.made = dict(recording.origins), recording.made_before(scope.start)
         self.values.take(recording.values)
+        self.begins = recording.state_after(scope.changes)
         with self.shadow.running(self):
             args, kwargs = self.shadow.copied((scope.args, scope.kwargs))
             self.kept.append(self.shadow.modules[scope.name](*args, **kwargs))
@@ -312,7 +327,8 @@ class Recording(Session):
     def entered(self, name: str, args: Any, kwargs: Any) -> None:
         trained = any(isinstance(one, Tensor) and one in self.requiring for one in tree_leaves((args, kwargs)))
         args, kwargs = self.shadow.copied((args, kwargs))
-        self._open.append(Scope(name, args, kwargs, len(self.events), trained=trained))
+        scope = Scope(name, args, kwargs, len(self.events), trained=trained, changes=len(self.changes))
+        self._open.append(scope)
         self.kept.append((args, kwargs))
 
     def left(self, name: str, output: Any = None) -> None:
