@@ -174,11 +174,22 @@ def all_by_value(full: bool) -> list[str]:
     hows = (
         (*CUT, *ALIBI, "words", "handed")
         if full
-        else ("norms", "norm of heads", "layer norm", "bias", "latent with a gate", "convolved", "alibi each", "words")
+        else ("norms", "norm of heads", "bias", "latent with a gate", "convolved", "alibi each", "words")
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error", UnprovenCallWarning)  # each first call is followed, with rules for these layouts
         return [problem for how in hows for problem in by_value(how)]
+
+
+def layer_norm_by_value() -> list[str]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UnprovenCallWarning)
+        return by_value("layer norm")
+
+
+@pytest.mark.gloo
+def test_a_layer_norm_of_heads_is_the_one_over_all_ranks(ranks: Pools) -> None:
+    assert ranks(2).run(layer_norm_by_value, timeout=LIMIT_S) == [[], []]
 
 
 @pytest.mark.sample(1)
