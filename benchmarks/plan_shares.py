@@ -76,7 +76,7 @@ def in_pairs(entry: Entry) -> bool:
 
 
 def shares(name: str, model: nn.Module, plan: tpk.ShardingPlan, sizes: Counter[str]) -> dict[str, Any]:
-    heads = {id(model.get_output_embeddings())} if hasattr(model, "get_output_embeddings") else set()
+    heads = {id(one.get_output_embeddings()) for one in model.modules() if hasattr(one, "get_output_embeddings")}
     small: Counter[str] = Counter()
     for key, parameter in model.named_parameters():
         small[pattern(key)] += parameter.numel()

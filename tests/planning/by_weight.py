@@ -96,6 +96,46 @@ class Packed(nn.Module):
         return y
 
 
+class Rescaled(nn.Module):
+    """Weights are divided before an evaluation and multiplied before training, as RWKV's; or, ``centred``, changed by
+    what all of a weight gives."""
+
+    def __init__(self, centred: bool = False) -> None:
+        super().__init__()
+        self.up, self.proj, self.centred, self.divided = nn.Linear(WIDTH, 40), nn.Linear(40, WIDTH), centred, False
+
+    def rescale(self, *weights: nn.Parameter) -> None:
+        if self.divided == self.training:
+            self.divided = not self.training
+            with torch.no_grad():
+                for weight in weights:
+                    if self.centred:
+                        weight.sub_(weight.mean())
+                    elif self.training:
+                        weight.mul_(2**2)
+                    else:
+                        weight.div_(2**2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.rescale(self.up.weight, self.proj.weight)
+        y: Tensor = self.proj(F.gelu(self.up(x)))
+        return y
+
+
+class RescaledPacked(Rescaled):
+    """One of them is of queries, keys and values that a plan would keep in three parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.rescale(self.qkv.weight)
+        q, k, v = (part.unflatten(-1, (-1, 6)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        y: Tensor = self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return y
+
+
 class Called(nn.Module):
     """One block, as a part of a model."""
 
@@ -111,6 +151,7 @@ class Called(nn.Module):
 MADE: dict[str, Any] = {
     "eva": Eva, "swin": Swin, "swin 2": lambda: Swin(zeroed=True), "pair": Pair,
     "read once more": lambda: Pair(once_more=True), "converted": lambda: Pair(converted=True), "packed": Packed,
+    "rescaled": Rescaled, "centred": lambda: Rescaled(centred=True), "rescaled packed": RescaledPacked,
 }  # fmt: skip
 
 

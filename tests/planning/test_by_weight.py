@@ -75,3 +75,33 @@ def by_value(how: str, compiled: bool) -> list[str]:
 @pytest.mark.parametrize("compiled", [False, True])
 def test_they_compute_and_train_as_the_unsharded_model(ranks: Pools, compiled: bool) -> None:
     assert ranks(2).run(all_by_value, compiled, timeout=LIMIT_S) == [[], []]
+
+
+@pytest.mark.cpu
+def test_a_layer_whose_weight_is_multiplied_in_place_by_a_number_is_cut() -> None:
+    plan = tpk.make_plan(made("rescaled"), 2, example_inputs=X)
+    assert (plan["block.up"].style, plan["block.proj"].style) == (Column(), Row())
+    centred = tpk.make_plan(made("centred"), 2, example_inputs=X, overrides={"norm": "replicate"})
+    assert "uses without calling" in centred["block.up"].reason and "uses without" in centred["block.proj"].reason
+    packed = tpk.make_plan(made("rescaled packed"), 2, example_inputs=X)
+    assert packed["block.qkv"].style == GATHERED and "kept in several parts" in packed["block.qkv"].reason
+
+
+def rescaled_by_value() -> list[str]:
+    torch.manual_seed(0)
+    plain = made("rescaled").double()
+    model = tpk.parallelize(copy.deepcopy(plain), tp_mesh(), example_inputs=X.double())
+    x, found = torch.randn(2, 5, WIDTH, dtype=torch.float64), []
+    for training in (False, True, False, False):
+        outputs = [net.train(training)(x) for net in (model, plain)]
+        found += [f"training {training}: {why}"] if (why := differs(*outputs, 1e-11)) else []
+        state = tpk.full_state_dict(model)
+        found += [key for key, value in plain.state_dict().items() if not torch.equal(state[key], value)]
+        for out in outputs if training else ():
+            out.square().sum().backward()
+    return found + compare_tensors(model, plain, 1e-11)
+
+
+@pytest.mark.gloo
+def test_ranks_multiply_their_parts_by_the_number(ranks: Pools) -> None:
+    assert ranks(2).run(rescaled_by_value, timeout=LIMIT_S) == [[], []]

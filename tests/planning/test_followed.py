@@ -285,3 +285,50 @@ class Typed(nn.Module):
 def test_whoever_asks_what_a_weight_is_reads_none_of_its_numbers() -> None:
     plan = tpk.make_plan(nn.Sequential(Typed(), Mlp(F.relu)), 2, example_inputs=X)
     assert plan["0.wo"].style == plan["0.bare"].style == Column(gather_output=True), plan["0.wo"].reason
+
+
+class Recurrent(Tower):
+    """Keeps what it was called with in a plain tensor, for the next call, as RWKV's blocks do; ``whole``: what the
+    layers around take, else what is between them."""
+
+    def __init__(self, whole: bool) -> None:
+        super().__init__()
+        self.whole = whole
+
+    def forward(self, input_ids: Tensor, use_cache: bool = True) -> Any:  # type: ignore[override]
+        x = self.table(input_ids)
+        h = self.mlp.up(x)
+        state = torch.zeros(len(x), WIDTH if self.whole else 4 * WIDTH)
+        if use_cache:
+            state[:] = (x if self.whole else h)[:, -1]
+        return self.mlp.down(h.relu()), state
+
+
+def test_a_state_of_plain_tensors_is_whole() -> None:
+    assert tpk.make_plan(Recurrent(whole=True), 2)["mlp.down"].style == Row()
+    plan = tpk.make_plan(Recurrent(whole=False), 2)
+    assert plan["mlp.up"].style == Column(gather_output=True) and isinstance(plan["mlp.down"].style, Row)
+    assert plan["mlp.down"].style.split_input, plan["mlp.down"].reason
+
+
+class Entities(Tower):
+    """Words, and entities with a column of their own where there are some, as in LUKE."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places, self.to_entities = nn.Embedding(64, WIDTH), nn.Linear(WIDTH, 4 * WIDTH)
+
+    def forward(self, input_ids: Tensor, entity_ids: Any = None, entity_position_ids: Any = None) -> Tensor:  # type: ignore[override]
+        x = self.table(input_ids)
+        h = self.mlp.up(x)
+        if entity_ids is not None:
+            entities = self.table(entity_ids) + self.places(entity_position_ids.clamp(min=0)).mean(-2)
+            h = torch.cat([h, self.to_entities(entities)], 1)
+        y: Tensor = self.mlp.down(h.relu())
+        return y
+
+
+def test_a_model_of_words_and_entities_is_called_with_both_and_with_words_alone() -> None:
+    plan = tpk.make_plan(Entities(), 2)
+    assert plan["mlp.up"].style == plan["to_entities"].style == Column() and plan["mlp.down"].style == Row()
+    assert plan.example.count("input_ids 3x7") == 2 and plan.example.count("entity_position_ids 3x5x2") == 1

@@ -198,3 +198,63 @@ def test_experts_in_the_rows_of_matrices_are_dealt_out() -> None:
         tpk.make_plan(model, 2, example_inputs=x, experts="features")
     with pytest.raises(ValueError, match="are dealt out: dealt=True"):
         Experts(rows=N)
+
+
+class _Alone(Mixed):
+    """A mixture of one expert, as the defaults of HunYuan's are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, parameter in list(self.named_parameters()):
+            self.register_parameter(name, nn.Parameter(parameter[:1].detach()))
+
+
+class AloneModel(Model):
+    def __init__(self) -> None:
+        super().__init__(_Alone)
+        self.router = nn.Linear(H, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        weights, chosen = self.router(x).sigmoid().topk(1)
+        return x + self.experts(x, chosen, weights)
+
+
+class _AloneOtherwise(_Alone):
+    def forward(self, hidden_states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        return super().forward(hidden_states, chosen, weights.square())
+
+
+def test_an_expert_alone_is_cut() -> None:
+    assert not any(find_experts(_AloneOtherwise()))
+    entry = tpk.make_plan(AloneModel(), 2, example_inputs=torch.ones(4, H))["experts"]
+    assert isinstance(entry.style, Experts), entry.reason
+    assert [one.local_shapes[0] for one in entry.parameters] == [(1, N, H), (1, H, N // 2)]
+
+
+class _MatrixOfEachHead(nn.Module):
+    """Attention with parameters in three dimensions, as XLNet's, which takes more than experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.out = (nn.Parameter(torch.randn(H, 2, 4)) for _ in range(2))
+
+    def forward(self, x: Tensor, others: Tensor, mask: Tensor, places: Tensor) -> Tensor:
+        heads = torch.einsum("th,hnd->tnd", x + others + places, self.query) * mask[:, None, None]
+        return torch.einsum("tnd,hnd->th", heads, self.out)
+
+
+class HeadsModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.attention = nn.Linear(H, H), _MatrixOfEachHead()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        y: Tensor = self.attention(x, x, x[:, 0], x)
+        return y
+
+
+def test_attention_with_a_matrix_for_each_head_is_not_told_as_experts() -> None:
+    plan = tpk.make_plan(HeadsModel(), 2, example_inputs=torch.ones(4, H), experts="features")
+    assert plan["attention"].reason == "no way to cut a _MatrixOfEachHead is known"

@@ -148,6 +148,8 @@ class Observation:
                 self.recording, self.problem = None, f"example_inputs[{number}]: {self.problem}"
                 return
         if not given:
+            for kwargs in _further_calls(model, self.kwargs) if self.followed else ():
+                self._record(shadow, Example("", *shadow.fake_inputs(self.args, kwargs)))
             for method, kwargs in _towers(model, sizes) if self.followed else ():
                 self._record(shadow, Example(method, *shadow.fake_inputs((), kwargs)))
         if not given or (needed and not self.followed):
@@ -315,6 +317,9 @@ def _hugging_face(model: nn.Module, sizes: Tokens) -> Iterator[tuple[tuple[Any, 
     if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in names:
         extra["decoder_input_ids"] = sizes.ids(sizes.other_length)
     text = {"input_ids": sizes.ids(sizes.length)} if "input_ids" in names else {}
+    if text and "entity_ids" in names:  # each with up to two words
+        places = sizes.ids(2 * sizes.other_length).unflatten(1, (-1, 2))
+        text |= {"entity_ids": sizes.ids(sizes.other_length), "entity_position_ids": places}
     vision = getattr(config, "vision_config", config)
     size = getattr(vision, "image_size", None)
     images: dict[str, Any] = {}
@@ -339,6 +344,19 @@ def _hugging_face(model: nn.Module, sizes: Tokens) -> Iterator[tuple[tuple[Any, 
             yield (), inputs | extra
             yield (), inputs
     yield from (((), inputs) for inputs in unusual(config, names, sizes, text, images, extra))
+
+
+def _further_calls(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Calls that run what the guess ``kwargs`` does not: words without entities (LUKE); and, for the next call, a state
+    in plain tensors, which all ranks have whole (RWKV).
+
+    A cache that is an object of its own may hold parts, and is not asked for.
+    """
+    if any(name.startswith("entity_") for name in kwargs):
+        yield {name: value for name, value in kwargs.items() if not name.startswith("entity_")}
+    names = list(inspect.signature(model.forward).parameters)
+    if kwargs.get("use_cache") is False and [n for n in names if "cache" in n or "past" in n] == ["use_cache"]:
+        yield dict(kwargs) | {"use_cache": True}
 
 
 def _sounds(config: Any, parameters: Mapping[str, inspect.Parameter], sizes: Tokens) -> Iterator[dict[str, Any]]:

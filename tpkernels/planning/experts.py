@@ -60,12 +60,10 @@ def find_experts(
     refused: dict[str, str] = {}
     known = {} if known is None else known
     for name, module in model.named_modules():
-        home = _home_of_rows(module)
+        if not _may_be_experts(module):
+            continue
         counts = Counter(matrix.shape[0] for matrix in matrices_of_experts(module))
         most = max(counts.values(), default=0)
-        may_be = most > 1 or home or (most == 1 and (_may_be_sorted(module) or len(takes(module)) == 3))
-        if not may_be:
-            continue
         key = _key(module)
         if key not in known:
             try:
@@ -78,6 +76,30 @@ def find_experts(
         elif most > 1:  # other modules have such parameters, too
             refused[name] = str(answer)
     return found, refused
+
+
+def _may_be_experts(module: nn.Module) -> bool:
+    """Whether its parameters and its arguments could be those of experts."""
+    if _needs_more_than_experts(module):
+        return False
+    counts = Counter(matrix.shape[0] for matrix in matrices_of_experts(module))
+    most, routed = max(counts.values(), default=0), len(takes(module)) == 3
+    some = most > 1 or (most == 1 and (_may_be_sorted(module) or routed))
+    return some or (routed and _may_be_one_expert(module)) or _home_of_rows(module) != ""
+
+
+def _needs_more_than_experts(module: nn.Module) -> bool:
+    """Whether it cannot be called with tokens, experts and weights alone: attention may have a matrix per head."""
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return sum(one.default is one.empty and one.kind not in kinds for one in parameters) > 3
+
+
+def _may_be_one_expert(module: nn.Module) -> bool:
+    """Whether it has matrices in three dimensions, of a single expert (the defaults of HunYuan's mixture)."""
+    own: list[Any] = list(module.parameters(recurse=False))
+    matrices = [one for one in own if not is_lazy(one) and one.dim() == 3]
+    return len(matrices) > 1 and all(one.shape[0] == 1 and min(one.shape[1:]) > 1 for one in matrices)
 
 
 def _home_of_rows(module: nn.Module) -> str:

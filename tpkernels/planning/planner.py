@@ -360,7 +360,8 @@ class _Planner:
         ask where no run came along; a packed layer has an answer."""
         assert self.observation is not None and self.observation.shadow is not None
         read = maybe_read(self.model) | dict.fromkeys(self.observation.shadow.asked, "the model")
-        by_weight = kept_in_parts((recording for _, recording in self.observation.recordings), self.decision.proven)
+        recordings = [recording for _, recording in self.observation.recordings]
+        by_weight = kept_in_parts(recordings, self.decision.proven, self.observation.shadow.scaled)
         return by_weight | {
             name: f"has a weight that the code of {read[name]} may ask for its shape"
             for group, proof in self.decision.proven.items()

@@ -25,6 +25,7 @@ from tpkernels.planning.known_values import KnownValues
 from tpkernels.planning.module_state import Held, State
 from tpkernels.planning.shadow import Shadow
 from tpkernels.planning.tensors import can_require_grad, storage_of, tensors_in, written_by
+from tpkernels.planning.weight_reads import scaled_layer
 
 __all__ = [
     "Event",
@@ -209,9 +210,12 @@ class Session(TorchDispatchMode):
         if self.quiet is not None:
             out = self._quiet_op(func, args, kwargs, tensors)
         else:
+            if (name := scaled_layer(self.shadow, func, args)) is not None:
+                self.shadow.scaled.add(name)
+                return func(*args, **kwargs)
             for tensor in tensors:
-                if self._born and (name := self._born.get(storage_of(tensor))) is not None:
-                    raise NotOpaque(name, "passes tensors on by other means than its results")
+                if self._born and (maker := self._born.get(storage_of(tensor))) is not None:
+                    raise NotOpaque(maker, "passes tensors on by other means than its results")
             out = self.op(func, args, kwargs, tensors)
         self.kept.append(out)
         self.requiring.passed(func, tensors, [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)])

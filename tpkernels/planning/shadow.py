@@ -118,6 +118,8 @@ class Shadow:
         """Layers by the ids of their parameters."""
         self.asked: set[str] = set()
         """Layers whose parameters the model's code has asked for their shape, or used, in any run."""
+        self.scaled: set[str] = set()
+        """Layers whose weight code multiplies in place by a number, in any run."""
         self.attentions = {
             id(parameter): name
             for name, module in self.modules.items()

@@ -4,6 +4,9 @@ Such a product is recorded as a call of the layer, so that the layer is planned 
 model calls it there (:mod:`tpkernels.nn.by_weight`).  What else code does with a weight shows in the ops, and the layer
 stays whole; so it does where code converts the weight, which is no op where the dtype is the same already.  A layer
 that would be kept in several parameters cannot be read in this way.
+
+Code may multiply a weight in place by a number (RWKV, before an evaluation): ranks do the same to their parts.  It is
+no step of a run, because code that notes that it was done does it in one run of several.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from tpkernels.nn.by_weight import WeightCalls
@@ -26,7 +30,7 @@ if TYPE_CHECKING:
     from tpkernels.planning.shadow import Shadow
     from tpkernels.planning.trace import Recording
 
-__all__ = ["WeightReads", "called_by_weight", "kept_in_parts", "weights_of_layers"]
+__all__ = ["WeightReads", "called_by_weight", "kept_in_parts", "scaled_layer", "weights_of_layers"]
 
 
 _CONVERSIONS = {Tensor.to, Tensor.type, Tensor.type_as, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16}
@@ -42,6 +46,15 @@ def weights_of_layers(shadow: Shadow) -> dict[int, str]:
         and own_base(module := shadow.modules[name]) is None
         and owners[id(module.weight)] == 1
     }
+
+
+_SCALINGS = {torch.ops.aten.mul_, torch.ops.aten.div_}
+
+
+def scaled_layer(shadow: Shadow, func: Any, args: tuple[Any, ...]) -> str | None:
+    """The layer whose weight an op multiplies in place by a number that Python has."""
+    by_number = getattr(func, "overloadpacket", None) in _SCALINGS and len(args) == 2 and type(args[1]) in (int, float)
+    return shadow.weights.get(id(args[0])) if by_number else None
 
 
 class WeightReads(WeightCalls):
@@ -83,9 +96,12 @@ def _is_plain(style: Style) -> bool:
     return isinstance(style, Replicate) and not style.distributed and not style.summed_gradient
 
 
-def kept_in_parts(recordings: Iterable[Recording], proven: Mapping[Group, Proof]) -> dict[str, str]:
-    """Layers that are read by weight, and would have no single one."""
+def kept_in_parts(
+    recordings: Iterable[Recording], proven: Mapping[Group, Proof], scaled: Iterable[str]
+) -> dict[str, str]:
+    """Layers that are read by weight, or ``scaled``, and would have no single one."""
     read = {name for recording in recordings for names in recording.by_weight.values() for name in names}
+    read |= set(scaled)
     return {
         name: "has a weight that the model's code multiplies by itself, and would be kept in several parts"
         for proof in proven.values()

@@ -77,7 +77,7 @@ from tpkernels.sharding.randomness import differ_between, leave_on_errors
 from tpkernels.sharding.replicas import compare_models
 from tpkernels.sharding.same_bits import check_plan, check_styles
 from tpkernels.sharding.sequence_parallel import run_sequence_parallel
-from tpkernels.sharding.style_checks import check_column, convolutions_in
+from tpkernels.sharding.style_checks import check_column, convolutions_in, makes_parts
 from tpkernels.state.plain_state import speak_originals
 from tpkernels.verification.verifier import Verifier
 
@@ -261,7 +261,7 @@ def parallelize(
         else:
             forks += [differ_between(modules[opener], modules[closer], tp) for opener, closer in plan.random]
         leave_on_errors(model, forks)
-        if any(map(_makes_parts, styles.values())):
+        if any(map(makes_parts, styles.values())):
             whole_outputs(model, tp)
     elif same_bits:
         refuse_draws(
@@ -271,11 +271,6 @@ def parallelize(
     if verify:
         compare_batches(model, tp)
     return speak_originals(model)
-
-
-def _makes_parts(style: Style) -> bool:
-    paired = isinstance(style, Channels) and style.paired
-    return paired or isinstance(style, Column | CopiedHeads | Features | Heads)
 
 
 def _blocks(tp: DeviceMesh, same_bits: int | None) -> int:

@@ -1,4 +1,4 @@
-"""Whether a style fits the module that a plan gives it, for styles with much to check.
+"""Whether a style fits the module that a plan gives it, for styles with much to check, and what it means.
 
 It refuses with the module's name, before ``parallelize`` touches anything.
 """
@@ -16,9 +16,9 @@ from tpkernels.nn.parameters import check_unit
 from tpkernels.partition import copied_places
 from tpkernels.planning.convolutions import check_channels
 from tpkernels.planning.layers import Layer
-from tpkernels.planning.styles import Channels, Column, Style
+from tpkernels.planning.styles import Channels, Column, CopiedHeads, Features, Heads, Style
 
-__all__ = ["check_column", "convolutions_in"]
+__all__ = ["check_column", "convolutions_in", "makes_parts"]
 
 
 def check_column(name: str, layer: Layer, style: Column, world_size: int) -> None:
@@ -59,3 +59,9 @@ def convolutions_in(
         if any(holders[id(one)] > 1 for one in modules[name].parameters()):
             raise ValueError(f"module {name!r} has a parameter that is tied to another module's: leave both whole")
     return [(modules[name], cut[name]) for name in found.values()]
+
+
+def makes_parts(style: Style) -> bool:
+    """Whether code behind the module may be given parts."""
+    paired = isinstance(style, Channels) and style.paired
+    return paired or isinstance(style, Column | CopiedHeads | Features | Heads)

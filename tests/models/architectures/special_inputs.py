@@ -82,6 +82,11 @@ INPUTS: dict[str, dict[str, Any]] = {
     },
     "kyutai_speech_to_text": {"input_ids": ("int", (2, 7, 5), 32)},
     "lightglue": {"pixel_values": ("float", (2, 2, 3, 64, 64))},
+    "luke": {
+        "input_ids": _IDS,
+        "entity_ids": ("int", (2, 3), 64),
+        "entity_position_ids": ("is", [[[1, 2, -1], [3, -1, -1], [4, 5, 6]]] * 2),
+    },
     "lxmert": {"input_ids": _IDS, "visual_feats": ("float", (2, 4, 2048)), "visual_pos": ("float", (2, 4, 4))},
     "mimi_decoder": {"latents": ("float", (2, 32, 4))},
     "minicpm_ocr_vision": {"pixel_values": ("float", (1, 3, 8, 256)), "target_sizes": ("is", [[4, 4], [4, 4]])},
