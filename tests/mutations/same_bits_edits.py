@@ -52,7 +52,7 @@ SAME_BITS = (
         "",
         f"{TRAINED} -k block_for_each",
     ),
-    Edit("sharding/same_bits.py", "overrides=overrides, ", "", f"{TRAINED} -k overrides"),
+    Edit("sharding/same_bits.py", "overrides=overrides,", "", f"{TRAINED} -k overrides"),
     Edit(
         "planning/proofs.py",
         "dict.fromkeys((divisor(world_size), world_size))",

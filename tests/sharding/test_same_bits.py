@@ -381,9 +381,12 @@ def check_refusals() -> None:
     def mlp(inner: int = 256, *between: nn.Module) -> nn.Module:
         return nn.Sequential(nn.Linear(64, inner), nn.SiLU(), *between, nn.Linear(inner, 64))
 
+    asked = {"0": tpk.sharding.Column(sequence_parallel=True)}
+    along = tpk.make_plan(mlp(), dist.get_world_size(), overrides=asked, example_inputs=x, same_bits=SAME_BITS)
     for why, model, options in (
         ("works on a part of the sequence", mlp(), {"plan": {"0": tpk.sharding.Column(sequence_parallel=True)}}),
         ("which is in no blocks", nn.Sequential(nn.Embedding(32, 64)), {"plan": {"0": tpk.sharding.Features()}}),
+        ("and an override does not say what else does", mlp(), {"plan": along}),
         (r"same_bits must be a power of two.*got 6", mlp(), {"same_bits": 6}),
     ):
         with pytest.raises(ValueError, match=why):

@@ -23,17 +23,19 @@ from tpkernels.planning.layers import kind_of
 from tpkernels.planning.numbers import number_of, owner_of
 from tpkernels.planning.styles import Column, CopiedHeads, Replicate, Row, Style, style_from_dict, style_to_dict
 
-__all__ = ["Entry", "ParameterCut", "ShardingPlan"]
+__all__ = ["STRATEGIES", "Entry", "ParameterCut", "ShardingPlan"]
 
 NO_DATA_FLOW = "no data flow: "
 """How the note of a plan begins that was made without."""
-FORMAT, VERSION = "tpkernels.ShardingPlan", 6
+FORMAT, VERSION = "tpkernels.ShardingPlan", 7
+STRATEGIES = ("auto", "rules")
 _ADDED: dict[int, dict[str, Any]] = {
-    5: {"by_weight": {}},
-    4: {"by_weight": {}, "arguments": {}},
-    3: {"by_weight": {}, "arguments": {}, "fused": [], "unfused": [], "example": ""},
+    6: {"strategy": "auto"},
+    5: {"strategy": "auto", "by_weight": {}},
+    4: {"strategy": "auto", "by_weight": {}, "arguments": {}},
+    3: {"strategy": "auto", "by_weight": {}, "arguments": {}, "fused": [], "unfused": [], "example": ""},
 }
-"""What plans of earlier versions lack, and what they have of it."""
+"""What plans of earlier versions lack, and what they have of it; they do not say by which strategy they were made."""
 # No size, and no number of elements or bytes, is as large.
 MOST = 1 << 56
 
@@ -123,6 +125,8 @@ class ShardingPlan:
     """Arguments of modules (``attention.alibi``) of which each rank takes its heads' part: dimension, and all heads."""
     by_weight: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Modules whose code multiplies by weights of layers itself (``F.linear(x, self.qkv.weight)``), and the layers."""
+    strategy: str = "auto"
+    """By which :func:`make_plan` found it: "auto" or "rules"."""
 
     def __str__(self) -> str:
         from tpkernels.planning.plan_table import table
@@ -250,7 +254,7 @@ _LISTS = ("idle_ties", "sequence_blocks", "whole_blocks", "local_blocks", "unfus
 def _plan_from(body: dict[str, Any]) -> ShardingPlan:
     _check_keys("plan", body, ShardingPlan)
     _check_kinds("plan", body, world_size=_is_count, sequence_parallel=_is_flag, sequence_random=_is_flag)
-    _check_kinds("plan", body, residual_bytes=_is_count_or_none)
+    _check_kinds("plan", body, residual_bytes=_is_count_or_none, strategy=_is_strategy)
     entries = []
     for item in body["entries"]:
         _check_keys("entry", item, Entry)
@@ -318,6 +322,10 @@ def _check_kinds(what: str, values: Mapping[str, Any], **kinds: Callable[[Any], 
 
 def _is_text(value: Any) -> bool:
     return isinstance(value, str)
+
+
+def _is_strategy(value: Any) -> bool:
+    return isinstance(value, str) and value in STRATEGIES
 
 
 def _is_flag(value: Any) -> bool:

@@ -25,7 +25,7 @@ from tpkernels.planning.inner_blocks import find_inner_blocks
 from tpkernels.planning.kept_layers import kept_layers
 from tpkernels.planning.layers import Layer, layer_of, own_base
 from tpkernels.planning.pair_choices import numbers_by_channel, pair_choices, refuse_by_hand
-from tpkernels.planning.plan import NO_DATA_FLOW, ShardingPlan
+from tpkernels.planning.plan import NO_DATA_FLOW, STRATEGIES, ShardingPlan
 from tpkernels.planning.plan_entries import Chosen, make_entries
 from tpkernels.planning.proofs import SMALL_GROUP, Decision, decide
 from tpkernels.planning.replay import Role
@@ -43,7 +43,6 @@ from tpkernels.planning.whole_in_out import READ, attention_choices, check_exper
 
 __all__ = ["check_plain", "make_plan"]
 
-STRATEGIES = ("auto", "rules")
 OWN_CODE = "runs code of its own, which takes whole tensors here"
 
 
@@ -193,7 +192,8 @@ class _Planner:
             notes=(*self._notes(), *stream.notes),
             example="" if self.observation is None else self.observation.told(self.model),
         )
-        return replace(plan, by_weight=called_by_weight(seen, styles))
+        strategy = "rules" if self.observation is None else "auto"
+        return replace(plan, by_weight=called_by_weight(seen, styles), strategy=strategy)
 
     def _check_captured(self) -> None:
         """Refuse code that keeps parameters outside of modules: it would go on with the old, untrained ones."""

@@ -65,7 +65,8 @@ def _untie_once(
                     f"the override of {owner!r} conflicts with its weight being tied to that of {others}: override "
                     'all of them, a table by "vocabulary" and a head by "column_gather"'
                 )
-            chosen[owner] = Chosen(Replicate(), "default", f"tied to {others}, which stays whole")
+            source = "default" if old is None or old.source != "override" else "override"
+            chosen[owner] = Chosen(Replicate(), source, f"tied to {others}, which stays whole")
     return before != {name: choice.style for name, choice in chosen.items()}
 
 

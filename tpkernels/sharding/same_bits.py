@@ -37,9 +37,11 @@ def check_plan(plan: ShardingPlan, model: nn.Module, largest: int, example_input
         ValueError: names the module.
     """
     overrides = {glob.escape(entry.path): entry.style for entry in plan.entries if entry.source == "override"}
+    if not plan.sequence_parallel:
+        _check_sequence(overrides, largest, "an override")
     widest = make_plan(
-        model, largest, sequence_parallel=plan.sequence_parallel, overrides=overrides, example_inputs=example_inputs,
-        experts=experts, same_bits=largest,
+        model, largest, strategy=plan.strategy, sequence_parallel=plan.sequence_parallel, overrides=overrides,
+        example_inputs=example_inputs, experts=experts, same_bits=largest,
     )  # fmt: skip
     for name, style in plan.styles.items():
         other = widest.styles.get(name)
@@ -103,12 +105,9 @@ def check_styles(styles: Mapping[str, Style], same_bits: int, *, by_hand: bool =
 
     ``by_hand``: nobody has proven where the sequence is whole and where a part.
     """
+    if by_hand:
+        _check_sequence(styles, same_bits, "a plan by hand")
     for name, style in styles.items():
-        if by_hand and getattr(style, "sequence_parallel", False):
-            raise ValueError(
-                f"same_bits ({same_bits}): module {name!r} works on a part of the sequence, and a plan by hand does "
-                "not say what else does: use make_plan(..., sequence_parallel=True), or sequence_parallel=False"
-            )
         if isinstance(style, Column) and style.copied and not style.copies:
             raise ValueError(
                 f"same_bits ({same_bits}): all queries of module {name!r} share its key and value, whose gradient a "
@@ -126,3 +125,13 @@ def check_styles(styles: Mapping[str, Style], same_bits: int, *, by_hand: bool =
             )
         if not isinstance(style, KEPT):
             raise ValueError(f"same_bits ({same_bits}): module {name!r} is cut as {style}, which is in no blocks")
+
+
+def _check_sequence(styles: Mapping[str, Style], same_bits: int, what: str) -> None:
+    """Refuse a module that takes or gives a part of the sequence, where no proof says which others do."""
+    for name, style in styles.items():
+        if getattr(style, "sequence_parallel", False):
+            raise ValueError(
+                f"same_bits ({same_bits}): module {name!r} works on a part of the sequence, and {what} does "
+                "not say what else does: use make_plan(..., sequence_parallel=True), or sequence_parallel=False"
+            )
