@@ -238,7 +238,7 @@ def _rules() -> dict[str, Fault]:
 
 
 _REFUSING_NOTHING = {"transpose", "t", "permute", "unsqueeze", "squeeze", "expand"}
-_ON_SPACE = {name for names in rules._SPACE.values() for name in names.split()} - {
+_ON_SPACE = {name for names in rules._SPACE.values() for name in names} - {
     "max_pool2d_with_indices",
     "avg_pool2d",
 }

@@ -366,12 +366,29 @@ def _space(dims: int) -> Callable[[Call], Answer]:
 
 
 _SPACE = {
-    1: "reflection_pad1d replication_pad1d upsample_nearest1d upsample_linear1d",
-    2: "max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d adaptive_max_pool2d reflection_pad2d "
-       "replication_pad2d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d",
-    3: "max_pool3d_with_indices avg_pool3d _adaptive_avg_pool3d adaptive_max_pool3d reflection_pad3d "
-       "replication_pad3d upsample_nearest3d upsample_trilinear3d",
-}  # fmt: skip
+    1: ("reflection_pad1d", "replication_pad1d", "upsample_nearest1d", "upsample_linear1d"),
+    2: (
+        "max_pool2d_with_indices",
+        "avg_pool2d",
+        "_adaptive_avg_pool2d",
+        "adaptive_max_pool2d",
+        "reflection_pad2d",
+        "replication_pad2d",
+        "upsample_nearest2d",
+        "upsample_bilinear2d",
+        "upsample_bicubic2d",
+    ),
+    3: (
+        "max_pool3d_with_indices",
+        "avg_pool3d",
+        "_adaptive_avg_pool3d",
+        "adaptive_max_pool3d",
+        "reflection_pad3d",
+        "replication_pad3d",
+        "upsample_nearest3d",
+        "upsample_trilinear3d",
+    ),
+}
 """Ops on so many dimensions of space."""
 
 
@@ -392,7 +409,7 @@ _AROUND: dict[str, Callable[[Call], Answer]] = {
     "native_layer_norm": _norm, "_fused_rms_norm": _norm, "rms_norm": _norm,
     "max": _reduce, "min": _reduce, "index": _index, "copy_": _copy,
     "mm": _mm, "addmm": _addmm, "bmm": _bmm, "baddbmm": _baddbmm, "constant_pad_nd": _pad,
-    **{name: _space(dims) for dims, names in _SPACE.items() for name in names.split()},
+    **{name: _space(dims) for dims, names in _SPACE.items() for name in names},
     "convolution": _convolution, "linalg_solve_triangular": _solved,
     "native_dropout": lambda call: [call.cut(), call.cut()],
     "_scaled_dot_product_flash_attention_for_cpu": _attention, "_scaled_dot_product_flash_attention": _attention,
