@@ -44,9 +44,9 @@ class Registered(nn.Module):
 class Pair(nn.Module):
     """A column and a row around what ``between`` does in each call; it knows how often it was called."""
 
-    def __init__(self, between: Callable[[Pair, Tensor], Tensor] = lambda pair, h: h.relu()) -> None:
+    def __init__(self, between: Callable[[Pair, Tensor], Tensor] = lambda pair, h: h.relu(), wide: int = 4) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, wide * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
         self.between, self.calls, self.kind = between, 0, "whole"
         self.kept: Any = None
 
@@ -62,7 +62,7 @@ class Choosing(nn.Module):
     def __init__(self, *, at_once: bool) -> None:
         super().__init__()
         self.norm: nn.Module = nn.LayerNorm(WIDTH)
-        self.block, self.at_once = Pair(_of_kind), at_once
+        self.block, self.at_once = Pair(_of_kind, wide=8), at_once
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(x)
@@ -75,7 +75,9 @@ class Choosing(nn.Module):
 
 
 def _of_kind(pair: Pair, h: Tensor) -> Tensor:
-    return h.relu() if pair.kind == "parts" else h - h.mean(-1, keepdim=True)
+    """A gate, which is proven within the block alone."""
+    gate, value = h.chunk(2, -1)
+    return gate.relu() * value if pair.kind == "parts" else gate - value.mean(-1, keepdim=True)
 
 
 def _mean_later(pair: Pair, h: Tensor) -> Tensor:
@@ -83,7 +85,7 @@ def _mean_later(pair: Pair, h: Tensor) -> Tensor:
 
 
 def _keeps(pair: Pair, h: Tensor) -> Tensor:
-    pair.kept = h @ h.t()
+    pair.kept = h
     return h.relu()
 
 
@@ -93,7 +95,7 @@ CASES: dict[str, tuple[nn.Module, bool]] = {
     "told before": (Choosing(at_once=True), True),
     "never told": (Choosing(at_once=False), False),
     "features read by a second call": (nn.Sequential(Pair(_mean_later)), False),
-    "made of features and kept": (nn.Sequential(Pair(_keeps)), False),
+    "a part of the features, kept": (nn.Sequential(Pair(_keeps)), False),
 }
 
 
