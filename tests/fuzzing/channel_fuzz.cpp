@@ -2,8 +2,9 @@
 //
 // The bytes are what the other ranks have written (headers, epochs, whom they wait for) and the poison; the first says
 // who of them lives and what this rank then does. Every outcome is an error that the bindings translate, or a result;
-// never a crash, undefined behaviour, or a wait beyond the time-out. Without libFuzzer (TPK_STANDALONE) the program
-// plays the files that it is given, and so many random changes of each.
+// never a crash, undefined behaviour, or a wait beyond the time-out; where a wait was long, the same bytes are played
+// again, because the machine may have been busy. Without libFuzzer (TPK_STANDALONE) the program plays the files that it
+// is given, and so many random changes of each.
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
@@ -25,6 +26,7 @@ constexpr int kSize = 3;
 constexpr double kTimeoutS = 0.002;
 // The time-out, a writer's grace, the wait for other sides of a mismatch, and a machine that is busy.
 constexpr double kLongestS = 10.0;
+constexpr int kPlays = 3;
 
 struct Group {
     Group() : control(make_control(kSize, 0)) {
@@ -96,7 +98,8 @@ void act(Channel& channel, int what) {
     }
 }
 
-void play(const std::uint8_t* bytes, std::size_t count) {
+// How many seconds it took.
+double play_once(const std::uint8_t* bytes, std::size_t count) {
     static Group group;
     const int first = count == 0 ? 0 : bytes[0];
     overwrite(group, bytes + (count != 0), count - (count != 0));
@@ -115,8 +118,13 @@ void play(const std::uint8_t* bytes, std::size_t count) {
         }
     } catch (const std::logic_error&) {
     }
-    const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
-    if (took.count() > kLongestS) std::abort();
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+void play(const std::uint8_t* bytes, std::size_t count) {
+    for (int plays = 0; play_once(bytes, count) > kLongestS;) {
+        if (++plays == kPlays) std::abort();
+    }
 }
 
 }  // namespace
