@@ -7,7 +7,7 @@ from tests.mutations.edit import Edit
 __all__ = ["SAME_BITS"]
 
 CANONICAL, BITS, TRAINED = "gemm/canonical.py", "tests/ops/test_same_bits.py", "tests/sharding/test_same_bits.py"
-UNEVEN = "tests/nn/test_same_bits.py"
+UNEVEN, OVERRIDES = "tests/nn/test_same_bits.py", "tests/sharding/test_same_bits_overrides.py"
 EXPERTS, DEALT = "tests/sharding/test_same_bits_experts.py", "tests/ops/test_same_bits_experts.py"
 
 SAME_BITS = (
@@ -53,6 +53,14 @@ SAME_BITS = (
         f"{TRAINED} -k block_for_each",
     ),
     Edit("sharding/same_bits.py", "overrides=overrides,", "", f"{TRAINED} -k overrides"),
+    Edit("sharding/same_bits.py", "strategy=plan.strategy,", 'strategy="auto",', f"{OVERRIDES} -k rules"),
+    Edit(
+        "planning/ties.py",
+        '"default" if old is None or',
+        '"default" if old is None or old.source or',
+        f"{OVERRIDES} -k rules",
+    ),
+    Edit("sharding/same_bits.py", "    if not plan.sequence_parallel:", "    if largest < 0:", f"{TRAINED} -k refused"),
     Edit(
         "planning/proofs.py",
         "dict.fromkeys((divisor(world_size), world_size))",
