@@ -147,8 +147,11 @@ def cut_channels(module: nn.Module, group: GroupLike) -> nn.Module:
 
 
 @lru_cache(maxsize=256)
-def cut_kind(cls: type[nn.Module], forward: Callable[..., Tensor]) -> type[nn.Module]:
-    """A subclass of ``cls`` in which ``forward`` is what torch's is, within any code of its own."""
+def cut_kind(cls: type[nn.Module], forward: Callable[..., Tensor], *, paired: bool = False) -> type[nn.Module]:
+    """A subclass of ``cls`` in which ``forward`` is what torch's is, within any code of its own.
+
+    ``paired``: one that takes or gives parts, for which no whole one can stand in.
+    """
     base: Any = next(base for base in _BASES if issubclass(cls, base))
     own = cls.forward is not _TORCHS[base]["forward"]
 
@@ -160,6 +163,11 @@ def cut_kind(cls: type[nn.Module], forward: Callable[..., Tensor]) -> type[nn.Mo
 
     def new(made: Any, *args: Any, **kwargs: Any) -> Any:
         """PEFT calls the class of a layer for the halves of its adapter: these are whole. A copy has no arguments."""
+        if paired and (args or kwargs):
+            raise ValueError(
+                f"this {cls.__name__} is cut in a pair, and an adapter of whole channels does not fit beside it: add "
+                'adapters before parallelize(), or plan it with overrides={NAME: "channels"}'
+            )
         return cls(*args, **kwargs) if args or kwargs else object.__new__(made)
 
     members = called | {"__new__": new, "reset_parameters": _reset_parameters, "extra_repr": _extra_repr}

@@ -80,7 +80,7 @@ def pair_channels(module: nn.Module, group: GroupLike, *, inputs: bool) -> nn.Mo
                 else shard_parameter(parameter, mesh, dim, requires_grad=wanted)
             )  # fmt: skip
     kind: Any = type(module)
-    module.__class__ = cut_kind(kind, _take if inputs else _give)
+    module.__class__ = cut_kind(kind, _take if inputs else _give, paired=True)
     return module
 
 

@@ -77,6 +77,10 @@ class Shadow:
     """Of RMS norms and layer norms that are called with one tensor."""
     kept: Container[str] = frozenset()
     """Modules that work on each channel by itself, and stay whole."""
+    convolutions: Mapping[str, Layer] = MappingProxyType({})
+    """Those over all channels."""
+    by_channel: Container[str] = frozenset()
+    """What works on each channel by itself."""
 
     def __init__(self, model: nn.Module, caches: Caches, experts: Mapping[str, KnownExperts] = experts) -> None:
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -111,9 +115,7 @@ class Shadow:
             name: Layer("convolution", *channels)
             for name, module in self.modules.items() if (channels := channels_of(module)) is not None
         }  # fmt: skip
-        """Those over all channels."""
         self.by_channel = {name for name, module in self.modules.items() if works_by_channel(module)}
-        """What works on each channel by itself."""
         self.owners: dict[int, str] = {}
         """Layers by the ids of their parameters."""
         self.asked: set[str] = set()
@@ -156,9 +158,13 @@ class Shadow:
                     self.owners |= {id(parameter): name for parameter in module.parameters(recurse=False)}
                 if name in called:
                     module.forward = self._mixing(called[name])
-        self.sizes = self.layers | self.convolutions
         self.weights = weights_of_layers(self)
         """Layers by the ids of their weights, where a product with the weight is a call of the layer."""
+
+    @property
+    def sizes(self) -> Mapping[str, Layer]:
+        """Of whatever may be cut in a group."""
+        return {**self.layers, **self.convolutions}
 
     def set_mode(self, mode: Mode) -> None:
         """Set the mode of the runs that follow."""

@@ -336,7 +336,10 @@ def adapters_on_convolutions(before: bool, safe: bool) -> list[str]:
     if before:
         model = tpk.parallelize(adapted(model), tp_mesh(), example_inputs=x)
     else:
-        model = adapted(tpk.parallelize(model, tp_mesh(), example_inputs=x))
+        in_pairs = tpk.parallelize(copy.deepcopy(model), tp_mesh(), example_inputs=x)
+        with pytest.raises(ValueError, match="add adapters before parallelize"):
+            adapted(in_pairs)
+        model = adapted(tpk.parallelize(model, tp_mesh(), {"**": "channels"}))
     expected = adapted(plain)
     found = [f"with adapters {why}" for why in [why_differs(model(x), expected(x))] if why]
     with pytest.MonkeyPatch.context() as patch:

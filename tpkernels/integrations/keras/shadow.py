@@ -193,6 +193,8 @@ class KerasShadow(Shadow):
         self.names: dict[int, str] = {}
         self.buffers: dict[int, str] = {}
         self.asked: set[str] = set()
+        self.scaled: set[str] = set()
+        self.weights: dict[int, str] = {}
         self.attentions: dict[int, str] = {}
         self.originals: dict[int, str] = {}
         self.holders: dict[int, str] = {}
