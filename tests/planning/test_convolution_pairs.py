@@ -117,11 +117,11 @@ def step(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     model.zero_grad()
     y = model.train()(x)
     y.backward(torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(7)))
-    with torch.no_grad():
-        later = model.eval()(x)
     assert x.grad is not None
-    found = {"y": y.detach(), "dx": x.grad, "later": later}
+    found = {"y": y.detach(), "dx": x.grad}
     found |= {f"d{name}": gathered(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    with torch.no_grad():
+        found["later"] = model.eval()(x)
     return found | {name: gathered(buffer) for name, buffer in model.named_buffers()}
 
 
@@ -176,3 +176,20 @@ def test_values_gradients_and_buffers_are_those_of_the_whole_model(ranks: Pools,
     names = list(CUT) if full else ["basic", "squeezed", "one dimension", "head"]
     assert ranks(world).run(compare, names, timeout=LIMIT_S) == [[]] * world
     assert ranks(world).run(by_hand, timeout=LIMIT_S) == [[]] * world
+
+
+def over_replicas() -> list[str]:
+    """Two replicas of two ranks, which share the parameters and have the same batch."""
+    mesh, wrong = tpk.init(dp=2, tp=2), []
+    for name in ("basic", "squeezed"):
+        plain, x = made(name), inputs(name)
+        model = tpk.parallelize(copy.deepcopy(plain), mesh, example_inputs=x)
+        units = [one for one in model.children() if not isinstance(one, nn.ModuleList)]
+        wrong += differing(name, step(tpk.data_parallel(model, mesh, shard=True, units=units), x), step(plain, x))
+    return wrong
+
+
+@pytest.mark.gloo
+@pytest.mark.slow("4 ranks")
+def test_pairs_are_right_where_replicas_share_their_parameters(ranks: Pools) -> None:
+    assert ranks(4).run(over_replicas, timeout=LIMIT_S) == [[]] * 4

@@ -24,7 +24,7 @@ from tpkernels.nn.parameters import local, mesh_of, replicate_parameter, tp_mesh
 from tpkernels.nn.retired import retires_parameters
 from tpkernels.ops import copy_to_group
 
-__all__ = ["BY_BLOCKS", "Converted", "replicate_parameters", "show_local"]
+__all__ = ["BY_BLOCKS", "Converted", "local_property", "replicate_parameters"]
 
 BY_BLOCKS = "_tpkernels_sequence_blocks"
 """Of a module that runs block by block of a sequence: who knows the block (``copy_of``)."""
@@ -75,21 +75,17 @@ def replicate_parameters(
     return module
 
 
-def show_local(module: nn.Module, names: tuple[str, ...]) -> None:
-    """Let ``module.name`` be the local tensor of DTensor parameters whose gradients are complete."""
-    kind: Any = type(module)
-    module.__class__ = _local_view(kind, names, False)
-
-
 @lru_cache(maxsize=256)
 def _local_view(cls: type[nn.Module], names: tuple[str, ...], sum_gradients: bool) -> type[nn.Module]:
     """A subclass of ``cls`` whose attributes ``names`` are the parameters' local tensors."""
-    members: dict[str, Any] = {name: _local_property(name, sum_gradients) for name in names}
+    members: dict[str, Any] = {name: local_property(name, sum_gradients) for name in names}
     members |= {"__module__": cls.__module__, "__doc__": cls.__doc__, "__qualname__": cls.__qualname__}
     return cast("type[nn.Module]", type(cls.__name__, (cls,), members))
 
 
-def _local_property(name: str, sum_gradients: bool) -> property:
+def local_property(name: str, sum_gradients: bool) -> property:
+    """The local tensor of the parameter ``name``; ``sum_gradients``: its gradient is summed over the ranks."""
+
     def read(self: nn.Module) -> Tensor | None:
         parameter: Tensor | None = self._parameters[name]
         if not isinstance(parameter, DTensor):  # a caller put a plain tensor in its place (functional_call)

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Shard
 from tpkernels.comm.groups import GroupLike
 from tpkernels.comm.same_bits import refuse
 from tpkernels.nn.parameters import mesh_of, replicate_parameter, shard_buffer, shard_parameter, tp_mesh
-from tpkernels.nn.replicated import show_local
+from tpkernels.nn.replicated import local_property
 from tpkernels.ops import copy_to_group
 from tpkernels.partition import copied_places
 
@@ -97,11 +97,9 @@ def slice_parameters(module: nn.Module, cuts: Cuts, group: GroupLike) -> nn.Modu
             module._parameters[name] = shard_parameter(parameter, mesh, dim, requires_grad=wanted)
     alone = tuple(name for name in cuts.dims if name not in cuts.runs)
     module._tpk_sliced = alone  # type: ignore[assignment]
-    show_local(module, tuple(name for name in alone if name in module._parameters))
-    held = tuple(name for name in alone if name in module._buffers)
-    if held:
-        of_buffers: Any = type(module)
-        module.__class__ = _buffer_view(of_buffers, held)
+    if alone:
+        of_parts: Any = type(module)
+        module.__class__ = _part_view(of_parts, tuple((name, cuts.dims[name]) for name in alone))
     if cuts.runs:
         rank = mesh.get_local_rank()
         packed = tuple(
@@ -114,21 +112,32 @@ def slice_parameters(module: nn.Module, cuts: Cuts, group: GroupLike) -> nn.Modu
 
 
 @lru_cache(maxsize=256)
-def _buffer_view(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """A subclass of ``cls`` whose attributes ``names`` are this rank's parts of buffers."""
-    members: dict[str, Any] = {name: _buffer_property(name) for name in names}
+def _part_view(cls: type[nn.Module], dims: tuple[tuple[str, int], ...]) -> type[nn.Module]:
+    """A subclass of ``cls`` whose attributes are this rank's parts, along dimensions, of parameters and buffers."""
+    members: dict[str, Any] = {name: _part_property(name, dim) for name, dim in dims}
     members |= {"__module__": cls.__module__, "__doc__": cls.__doc__, "__qualname__": cls.__qualname__}
     return cast("type[nn.Module]", type(cls.__name__, (cls,), members))
 
 
-def _buffer_property(name: str) -> property:
+def _part_property(name: str, dim: int) -> property:
+    of_parameter = local_property(name, sum_gradients=False).fget
+    assert of_parameter is not None
+
     def read(self: nn.Module) -> Tensor | None:
-        buffer = self._buffers[name]
-        if not isinstance(buffer, DTensor):
-            return buffer
-        return buffer.to_local() if torch.compiler.is_compiling() else buffer._local_tensor
+        part: Tensor | None = _part_of_buffer(self._buffers[name]) if name in self._buffers else of_parameter(self)
+        if part is None or isinstance(part, DTensor) or torch.compiler.is_compiling():
+            return part
+        if (told := read_packed.get()) is not None:
+            told(part, dim, (part.shape[dim],), 0, 0)
+        return part
 
     return property(read)
+
+
+def _part_of_buffer(buffer: Tensor | None) -> Tensor | None:
+    if not isinstance(buffer, DTensor):
+        return buffer
+    return buffer.to_local() if torch.compiler.is_compiling() else buffer._local_tensor
 
 
 _Packed = tuple[str, int, tuple[int, ...], tuple[tuple[int, int], ...], int, int]
@@ -137,7 +146,7 @@ and behind these."""
 read_packed: ContextVar[Callable[[Tensor, int, tuple[int, ...], int, int], None] | None] = ContextVar(
     "read_packed", default=None
 )
-"""Who is told of each part of a packed parameter that code reads, and how it is cut."""
+"""Who is told of each part of a parameter or buffer that code reads, and how it is cut."""
 
 
 @lru_cache(maxsize=256)
@@ -172,8 +181,8 @@ def _packed_property(
 
 
 def sliced_parameters(module: nn.Module) -> Iterator[tuple[Tensor, int]]:
-    """The local tensors of what was cut in ``module``, and the dimension."""
-    for name in getattr(module, "_tpk_sliced", ()):
+    """The local tensors of what was cut in ``module``, and the dimension; not those that tell when they are read."""
+    for name in getattr(type(module), "_tpk_sliced", ()):
         parameter: Any = module._parameters.get(name)
         if isinstance(parameter, DTensor):
             placement = parameter.placements[-1]
