@@ -78,7 +78,7 @@ def _core(program: Path, seconds: int) -> int | None:
     """How many inputs were tried, or None where one crashed."""
     new = Path("build/fuzzing")
     new.mkdir(parents=True, exist_ok=True)
-    limits = [f"-max_total_time={seconds}", "-max_len=6000", "-timeout=20", "-artifact_prefix=build/"]
+    limits = [f"-max_total_time={seconds}", "-max_len=6000", "-timeout=60", "-artifact_prefix=build/"]
     command = [str(program), str(new), str(CORPUS), *limits, "-print_final_stats=1"]
     counted = None
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, errors="replace") as running:

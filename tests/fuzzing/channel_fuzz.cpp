@@ -26,6 +26,7 @@ constexpr int kSize = 3;
 constexpr double kTimeoutS = 0.002;
 // The time-out, a writer's grace, the wait for other sides of a mismatch, and a machine that is busy.
 constexpr double kLongestS = 10.0;
+// Together less than the time-out that libFuzzer is given for one input.
 constexpr int kPlays = 3;
 
 struct Group {

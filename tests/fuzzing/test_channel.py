@@ -28,7 +28,7 @@ def test_fuzzing_that_is_guided_by_coverage_finds_nothing(tmp_path: Path) -> Non
     if program is None:
         pytest.skip("needs clang and libFuzzer (Debian: apt-get install clang libclang-rt-dev)")
     done = subprocess.run(
-        [str(program), str(tmp_path), str(CORPUS), "-max_total_time=30", "-max_len=6000", "-timeout=20"],
+        [str(program), str(tmp_path), str(CORPUS), "-max_total_time=30", "-max_len=6000", "-timeout=60"],
         cwd=tmp_path, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

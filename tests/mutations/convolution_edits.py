@@ -9,12 +9,20 @@ __all__ = ["CONVOLUTIONS"]
 PAIRS = "tests/planning/test_convolution_pairs.py"
 CUT, VALUES = f"{PAIRS} -k gives_its_channels", f"{PAIRS} -k values"
 WHOLE = f"{PAIRS} -k only_looks"
+MERGED = "tests/integrations/transformers/test_peft.py -k on_convolutions_merge"
 
 CONVOLUTIONS = (
     Edit("nn/paired_convolution.py", "input = copy_to_group(input, mesh)", "pass", VALUES),
     Edit("nn/paired_convolution.py", "y if b is None else y + b.view", "y if True else y + b.view", VALUES),
     Edit("nn/paired_convolution.py", '"weight": 1 - given["weight"]', '"weight": given["weight"]', CUT),
     Edit("nn/sliced.py", "buffer if name in cuts.runs else shard_buffer(buffer, mesh, dim)", "buffer", VALUES),
+    Edit("nn/convolution.py", "if paired and (args or kwargs):", "if False:", MERGED),
+    Edit(
+        "integrations/transformers/adapters.py",
+        "_like(weight, product) if isinstance(weight, DTensor) else product",
+        "product",
+        MERGED,
+    ),
     Edit("planning/channel_modules.py", "None if any(part % size for part in parts) else", "", WHOLE),
     Edit("planning/channel_steps.py", "told or degrees()", "told", f"{PAIRS} -k same_bits"),
     Edit("planning/channel_steps.py", "self._whole_channels.add(name)\n        if name", "if name", WHOLE),

@@ -353,6 +353,9 @@ def adapters_on_convolutions(before: bool, safe: bool) -> list[str]:
                 model.base_model.model.stem.merge(safe_merge=True)
             with torch.no_grad():
                 broken.copy_(kept)
+        model.merge_adapter()
+        model.unmerge_adapter()
+        found += [f"merged and back {why}" for why in [why_differs(model(x), expected(x))] if why]
         model = model.merge_and_unload(safe_merge=safe)
     expected = expected.merge_and_unload()
     state = tpk.full_state_dict(model)
