@@ -27,6 +27,12 @@ PLANNER = (
     Edit("planning/trace.py", "if number < event][-1]", "][-1]", f"{FOLLOWED} -k counter"),
     Edit("planning/gradients.py", "for tensor in tensors) and on_elements()", "for tensor in tensors)", FOLLOWED),
     Edit("planning/proofs.py", "group in small or ", "False or ", f"{FOLLOWED} -k meets"),
+    Edit(
+        "planning/planner.py",
+        "pieces not in (0, proof.pieces)",
+        "pieces is None",
+        "tests/planning/test_plan.py -k unit",
+    ),
     Edit("planning/replay.py", "told.parameters = self._whole_parameters(tensors)", "pass", f"{FOLLOWED} -k meets"),
     Edit("planning/example_inputs.py", "if not given or (needed", "if False and (needed", f"{FOLLOWED} -k within"),
     Edit("planning/kept_layers.py", "(name in unseen or not followed)", "False", f"{FOLLOWED} -k within"),

@@ -362,6 +362,15 @@ def test_overrides_that_match_nothing_or_conflict_are_refused(overrides: dict[st
         tpk.make_plan(zoo.mlp(), 2, overrides=overrides)
 
 
+def test_the_unit_of_one_layer_alone_is_refused_where_its_neighbours_are_cut_otherwise() -> None:
+    """10 units over 3 ranks are 24, 24 and 12 features, where the data flow proves 20 for each."""
+    model, unit = nn.Sequential(nn.Linear(8, 60), nn.GELU(), nn.Linear(60, 8)), Column(unit=6)
+    with pytest.raises(ValueError, match="'0' conflict with the model: the input of 2 is cut"):
+        tpk.make_plan(model, 3, overrides={"0": unit})
+    plan = tpk.make_plan(model, 3, overrides={"0": unit, "2": Row(unit=6)})
+    assert [plan[name].style.local_features(60, 3) for name in ("0", "2")] == [(24, 24, 12)] * 2
+
+
 def test_an_override_of_a_layer_whose_weight_is_read_is_refused() -> None:
     with pytest.raises(ValueError, match="'up' conflicts with the model: it has parameters that the model uses"):
         tpk.make_plan(Leaking("weight read"), 2, example_inputs=torch.zeros(5, 6), overrides={"up": "column_gather"})

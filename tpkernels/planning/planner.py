@@ -285,7 +285,7 @@ class _Planner:
         ]  # fmt: skip
         if not hidden:
             self.decision = self._decide(excluded, loose)
-            while shown := self._shown_in_another_shape():
+            while shown := self._shown_in_another_shape() | self._asked_in_other_pieces(loose):
                 excluded |= shown
                 self.decision = self._decide(excluded, loose)
         conflicts = hidden or self.decision.conflicts
@@ -367,6 +367,16 @@ class _Planner:
             for group, proof in self.decision.proven.items()
             for name in (*group.columns, *group.rows)
             if name in read and (proof.pieces or proof.copies or any(map(has_places, self._runs(name, proof))))
+        }
+
+    def _asked_in_other_pieces(self, loose: Mapping[str, Role]) -> dict[str, str]:
+        """Layers of groups that are proven for another cut than an override's ``unit`` gives one of them."""
+        return {
+            name: f"{asked} is asked for in multiples of its own"
+            for group, proof in self.decision.proven.items()
+            for asked in {*group.layers} & loose.keys()
+            if loose[asked].pieces not in (0, proof.pieces)
+            for name in group.layers
         }
 
     def _runs(self, name: str, proof: Proof) -> tuple[int, ...]:
