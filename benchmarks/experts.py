@@ -169,7 +169,7 @@ class Ways:
         weights = row_weights(tpk.Routing(self.experts, self.weights), rows, x.dtype)
 
         def run() -> Tensor:
-            pair = [products(x, one.transpose(1, 2), rows) for one in (gate, up)]
+            pair = products(x, [one.transpose(1, 2) for one in (gate, up)], rows)
             h = gate_forward(self.layer.activation, *pair)
             call = GroupedMatmulAllReduce([h], [down.transpose(1, 2)], rows, weights)
             partial = x.new_empty(rows.num_tokens, x.shape[1])

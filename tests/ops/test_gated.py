@@ -16,10 +16,10 @@ from torch import Tensor
 
 from tests.ops.support import IMPLEMENTATIONS, new_group, own_part
 from tpkernels.backends import row_gemms
-from tpkernels.ops import same_bits
+from tpkernels.ops import activations, same_bits
 from tpkernels.testing.cases import GATHER, Case, call, operands
 from tpkernels.testing.expected import check_bias_gradient, check_input_gradient, check_weight_gradient
-from tpkernels.testing.numeric import Bounded, BoundExceeded
+from tpkernels.testing.numeric import Bounded, BoundExceeded, assert_bitwise_equal
 from tpkernels.testing.payload import payload
 from tpkernels.testing.references import check_values
 from tpkernels.testing.spawn import Pools
@@ -81,11 +81,11 @@ def test_gradients_are_within_the_bound(ranks: Pools, world: int, dtype: torch.d
     ranks(world).run(judge_all, IMPLEMENTATIONS, dtype)
 
 
-def exchanged_value(good: Callable[..., None]) -> Callable[..., None]:
+def exchanged_value(good: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The activation goes to up."""
 
-    def changed(self: Any, operand: Any, start: int, stop: int, matrices: Any, biases: Any) -> None:
-        good(self, operand, start, stop, [*matrices][::-1], [*biases][::-1])
+    def changed(name: str, gate: Tensor, up: Tensor, **options: Any) -> Tensor:
+        return good(name, up, gate, **options)
 
     return changed
 
@@ -99,7 +99,7 @@ def exchanged_gradient(good: Callable[..., tuple[Tensor, Tensor]]) -> Callable[.
 
 
 FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-    "gate and up exchanged": (row_gemms.Epilogue, "_multiply_gated", exchanged_value),
+    "gate and up exchanged": (row_gemms, "gate_forward", exchanged_value),
     "their gradients exchanged": (same_bits, "gate_backward", exchanged_gradient),
 }
 
@@ -120,3 +120,20 @@ def strike(fault: str, dtype: torch.dtype) -> list[str]:
 def test_an_exchange_of_gate_and_up_is_seen(ranks: Pools, fault: str) -> None:
     for said in ranks(2).run(strike, fault, torch.bfloat16):
         assert len(said) == len(IMPLEMENTATIONS), said
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("own", [False, True])
+def test_a_clamped_gate_in_blocks_has_the_bits_of_one_block(own: bool) -> None:
+    """Also where the result takes the place of an operand; what is recorded is not cut."""
+    gate, up = (5 * payload((37, 29), torch.float32, rank=0, name=name) for name in ("gate", "up"))
+    whole = activations.gate_forward("clamped_swiglu", gate, up)
+    with (
+        mock.patch.object(activations, "BLOCK_ELEMENTS", 64),
+        mock.patch.object(activations, "_clamped", wraps=activations._clamped) as block,
+    ):
+        found = activations.gate_forward("clamped_swiglu", gate, up, out=gate.clone() if own else None)
+        assert block.call_count == -(-37 * 29 // 64)
+        activations.gate_forward("clamped_swiglu", gate.clone().requires_grad_(), up).sum().backward()
+        assert block.call_count == -(-37 * 29 // 64) + 1
+    assert_bitwise_equal(found, whole, "in blocks")

@@ -128,10 +128,16 @@ def test_every_way_through_shared_memory_is_within_the_bound(ranks: Pools, world
 
 def judge_few_rows() -> list[tuple[set[int], int]]:
     """Every op by the compiled kernel, judged: what it was measured for, and how many rows it has multiplied."""
-    found = []
+    found, of_experts, kernel = [], few_rows.of_experts, mock.Mock()
+
+    def counted(*given: Any) -> Callable[..., None] | None:
+        multiplies = of_experts(*given)
+        kernel.side_effect = multiplies
+        return None if multiplies is None else kernel
+
     with (
         mock.patch.object(few_rows, "wins_in_blocks", return_value=True) as wins,
-        mock.patch.object(few_rows, "multiply", wraps=few_rows.multiply) as kernel,
+        mock.patch.object(few_rows, "of_experts", counted),
         mock.patch.object(few_rows.native(), "MAX_FEW_ROWS", 32),
         new_group(2) as group,
     ):
@@ -142,7 +148,7 @@ def judge_few_rows() -> list[tuple[set[int], int]]:
                     op, (30, 9), (65, 256), dtype=dtype, bias=True, num_experts=5, load="one", implementation=name
                 )
                 judge(case, group)
-                rows = sum(call.args[0].shape[0] for call in kernel.mock_calls)
+                rows = sum(call.args[1].shape[0] for call in kernel.mock_calls)
                 found.append(({call.args[0] for call in wins.mock_calls}, rows))
                 wins.reset_mock()
                 kernel.reset_mock()

@@ -10,16 +10,27 @@ tensor, from which rows of a chunk would have to be copied to their place.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
 from torch import Tensor
 
 from tpkernels.backends.row_gemms import Epilogue, accumulation_dtype, gemm
-from tpkernels.gemm.fp8 import Operand
-from tpkernels.gemm.grouped import TokenRows, are_few, multiply
-from tpkernels.gemm.widened import MatrixOperand, Widened
+from tpkernels.gemm import token_sums
+from tpkernels.gemm.fp8 import ExpertMatrices
+from tpkernels.gemm.grouped import Run, TokenRows, are_few, multiplier
+from tpkernels.gemm.token_sums import TokenSums
 from tpkernels.ops.contract import AllGatherGroupedMatmul, AllGatherMatmul, GroupedMatmulAllReduce
 
 __all__ = ["GroupedEpilogue", "partial_tokens"]
+
+# Rows of experts that lie together are activated together while a second-level cache has them: one call of torch for
+# a few experts, and little room for what goes into an activation and is not kept.
+ACTIVATED_BYTES = 512 * 1024
+# Products of all rows wait for their sums by token. More than 32 MiB glibc gives back to the system each time, and
+# page faults then take as long as the GEMMs; so there are several turns of so many columns, at least those of a GEMM
+# that is worth its call.
+WAITING_BYTES, LEAST_COLUMNS = 16 * 1024 * 1024, 512
 
 
 class GroupedEpilogue(Epilogue):
@@ -35,38 +46,100 @@ class GroupedEpilogue(Epilogue):
         self._rows, self._matrices, self._expert_biases = rows, call.matrices, call.biases
         self._few = not call.packed and are_few(call.x, call.matrices[0], rows)
 
-    def gemm(self, x: Operand, matrix: MatrixOperand, out: Tensor, bias: Tensor | None) -> None:
-        assert not isinstance(matrix, Widened)
-        multiply(x, matrix, out, bias, self._few)
-
     def fill_tokens(self, x: Tensor, start: int) -> None:
         """Compute the rows of the tokens that begin at ``start`` from their gathered inputs ``x``."""
-        for expert, low, high in self._rows.runs(start, start + x.shape[0]):
-            picked = x.index_select(0, self._rows.tokens[low:high] - start)
-            matrices = [matrix[expert] for matrix in self._matrices]
-            biases = [None if bias is None else bias[expert] for bias in self._expert_biases]
-            self.multiply(self.call.operand(picked), low, matrices, biases)
+        row_bytes = sum(out.nbytes for out in self.outs) // max(1, self._rows.count)
+        for runs in _lying_together(self._rows.runs(start, start + x.shape[0]), ACTIVATED_BYTES // max(1, row_bytes)):
+            first, last = runs[0].low, runs[-1].high
+            befores = self.befores(first, last)
+            of_each = zip(self._matrices, befores, self._expert_biases, strict=True)
+            multipliers = [multiplier(matrices, out, bias, self._few) for matrices, out, bias in of_each]
+            for expert, low, high in runs:
+                picked = self.call.operand(x.index_select(0, self._rows.tokens[low:high] - start))
+                for multiplies in multipliers:
+                    multiplies(expert, picked, low - first)
+            self.activate(befores, first, last)
+
+
+def _lying_together(runs: Sequence[Run], most: int) -> Iterator[list[Run]]:
+    """Runs of which each begins where the one before ends, of at most so many rows; longer ones by themselves."""
+    part: list[Run] = []
+    for run in runs:
+        if part and (run.low != part[-1].high or run.high - part[0].low > most):
+            yield part
+            part = []
+        part.append(run)
+    if part:
+        yield part
 
 
 def partial_tokens(call: GroupedMatmulAllReduce, start: int, stop: int, out: Tensor) -> None:
-    """out = this rank's partial sums of tokens ``[start, stop)``: see :class:`GroupedMatmulAllReduce`."""
-    few = len(call.xs) == 1 and are_few(call.xs[0], call.matrices[0], call.rows)
+    """out = this rank's partial sums of tokens ``[start, stop)``: see :class:`GroupedMatmulAllReduce`.
+
+    Which arithmetic it is, and for how many columns at a time, is the same for all tokens of the call.
+    """
+    if call.addend is not None or not token_sums.serves(out):
+        _add_expert_by_expert(call, start, stop, out)
+        return
+    runs, whole = call.rows.runs(start, stop), stop - start == call.rows.num_tokens
+    tokens = call.rows.tokens if whole else _of_runs(call.rows.tokens, runs) - start
+    weights = call.weights if whole or call.weights is None else _of_runs(call.weights, runs)
+    sums = TokenSums(tokens, weights, stop - start, out.dtype)
+    for low, high in _turns(call):
+        matrices = [one[:, :, low:high] if isinstance(one, Tensor) else one for one in call.matrices]
+        products = out.new_empty(len(tokens), high - low)
+        biases = None if call.expert_biases is None else call.expert_biases[:, low:high]
+        _multiply_runs(call, matrices, biases, runs, products)
+        out[:, low:high] = sums(products)
+
+
+def _of_runs(values: Tensor, runs: Sequence[Run]) -> Tensor:
+    return torch.cat([values[:0], *(values[low:high] for _, low, high in runs)])
+
+
+def _turns(call: GroupedMatmulAllReduce) -> list[tuple[int, int]]:
+    """The columns of which products wait at a time; of fp8 all, because a GEMM has what was made of whole matrices."""
+    columns = call.columns
+    if not all(isinstance(one, Tensor) for one in call.matrices):
+        return [(0, columns)]
+    step = max(LEAST_COLUMNS, WAITING_BYTES // max(1, call.rows.count * call.like.itemsize) // 64 * 64)
+    return [(low, min(low + step, columns)) for low in range(0, columns, step)]
+
+
+def _multiply_runs(
+    call: GroupedMatmulAllReduce,
+    matrices: Sequence[ExpertMatrices],
+    biases: Tensor | None,
+    runs: Sequence[Run],
+    products: Tensor,
+) -> None:
+    """The sums over ``call.xs`` of the products of these rows, one run behind the other."""
+    multiplies, place = multiplier(matrices[0], products, biases, _takes_few(call)), 0
+    for expert, low, high in runs:
+        multiplies(expert, call.xs[0][low:high], place)
+        product = products[place : place + high - low]
+        for x, others in zip(call.xs[1:], matrices[1:], strict=True):
+            gemm(x[low:high], others[expert], product, product)
+        place += high - low
+
+
+def _takes_few(call: GroupedMatmulAllReduce) -> bool:
+    return len(call.xs) == 1 and are_few(call.xs[0], call.matrices[0], call.rows)
+
+
+def _add_expert_by_expert(call: GroupedMatmulAllReduce, start: int, stop: int, out: Tensor) -> None:
+    """The same of every dtype and device, with an addend or without."""
     wide = accumulation_dtype(out.dtype)
     total = out if out.dtype == wide else torch.empty(out.shape, dtype=wide, device=out.device)
     if call.addend is None:
         total.zero_()
     else:
         total.copy_(call.addend[start:stop])
-    for expert, low, high in call.rows.runs(start, stop):
-        product, addend = out.new_empty(high - low, out.shape[1]), None
-        for x, matrices in zip(call.xs, call.matrices, strict=True):
-            if addend is None:
-                bias = None if call.expert_biases is None else call.expert_biases[expert]
-                multiply(x[low:high], matrices[expert], product, bias, few)
-            else:
-                gemm(x[low:high], matrices[expert], product, addend)
-            addend = product
-        weighted = product.to(wide) if call.weights is None else product * call.weights[low:high, None]
-        total.index_add_(0, call.rows.tokens[low:high] - start, weighted)
+    for run in call.rows.runs(start, stop):
+        product = out.new_empty(run.high - run.low, out.shape[1])
+        _multiply_runs(call, call.matrices, call.expert_biases, [run], product)
+        rows = slice(run.low, run.high)
+        weighted = product.to(wide) if call.weights is None else product * call.weights[rows, None]
+        total.index_add_(0, call.rows.tokens[rows] - start, weighted)
     if total is not out:
         out.copy_(total)

@@ -91,10 +91,6 @@ class Epilogue:
         self.preactivations = [call.x.new_empty(rows, count, dtype=dtype) for count in columns]
         self._scratch: Tensor | None = None
 
-    def gemm(self, x: Operand, matrix: MatrixOperand, out: Tensor, bias: Tensor | None) -> None:
-        """The GEMM that makes the products."""
-        gemm(x, matrix, out, bias)
-
     def fill(self, x: Tensor, start: int) -> None:
         """Compute the rows of the whole that begin at ``start`` from their gathered input rows ``x``."""
         self.multiply(self.call.operand(x), start, self.call.matrices, self.call.biases)
@@ -103,36 +99,33 @@ class Epilogue:
         self, operand: Operand, start: int, matrices: Sequence[MatrixOperand], biases: Sequence[Tensor | None]
     ) -> None:
         """Compute the rows from ``start`` on with these matrices, of the shapes of the call's."""
-        call, stop = self.call, start + operand.shape[0]
-        if call.gated:
-            self._multiply_gated(operand, start, stop, matrices, biases)
-            return
-        for i, (matrix, bias) in enumerate(zip(matrices, biases, strict=True)):
-            out = self.outs[i][start:stop]
-            if call.activation is None:
-                self.gemm(operand, matrix, out, bias)
-                continue
-            before = self._before(i, out, start)
-            self.gemm(operand, matrix, before, bias)
-            out.copy_(activation_forward(call.activation, before))
+        stop = start + operand.shape[0]
+        befores = self.befores(start, stop)
+        for before, matrix, bias in zip(befores, matrices, biases, strict=True):
+            gemm(operand, matrix, before, bias)
+        self.activate(befores, start, stop)
 
-    def _multiply_gated(
-        self,
-        operand: Operand,
-        start: int,
-        stop: int,
-        matrices: Sequence[MatrixOperand],
-        biases: Sequence[Tensor | None],
-    ) -> None:
-        call, out = self.call, self.outs[0][start:stop]
-        gate, up = self._before(0, out, start), self._before(1, out, start)
-        for before, matrix, bias in zip((gate, up), matrices, biases, strict=True):
-            self.gemm(operand, matrix, before, bias)
-        assert call.activation is not None
-        gate_forward(call.activation, gate, up, out=out)
+    def befores(self, start: int, stop: int) -> list[Tensor]:
+        """Where the products of these rows go, one tensor per matrix."""
+        outs = [self.outs[0 if self.call.gated else i][start:stop] for i in range(len(self.call.matrices))]
+        return [self._before(i, out, start) for i, out in enumerate(outs)]
+
+    def activate(self, befores: Sequence[Tensor], start: int, stop: int) -> None:
+        """Make these rows of the outputs of their products."""
+        call, outs = self.call, [out[start:stop] for out in self.outs]
+        if call.activation is None:
+            return  # the products are the outputs
+        if call.gated:
+            gate, up = befores
+            gate_forward(call.activation, gate, up, out=outs[0])
+            return
+        for out, before in zip(outs, befores, strict=True):
+            out.copy_(activation_forward(call.activation, before))
 
     def _before(self, i: int, out: Tensor, start: int) -> Tensor:
         """Where the rows of product i go that make ``out``: where they are kept, or the rows of ``out`` itself."""
+        if self.call.activation is None:
+            return out
         if self.call.packed:
             return torch.empty_like(out, dtype=torch.float32)  # sums are there in fp32: nothing rounds before
         if self.preactivations:

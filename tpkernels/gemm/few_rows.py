@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from torch import Tensor
 from tpkernels import config
 from tpkernels.gemm.native import native, native_dtype
 
-__all__ = ["Times", "linear", "multiply", "name", "rates", "serves", "wins", "wins_in_blocks"]
+__all__ = ["Times", "linear", "multiply", "name", "of_experts", "rates", "serves", "wins", "wins_in_blocks"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Below, a GEMM takes no longer than the Python around it.
@@ -110,7 +111,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         return None
     columns, contraction = weight.shape
     y = x.new_empty((*shape[:-1], columns))
-    _run(x, contraction, weight, bias, y, columns, shape[:-1].numel(), columns, contraction)
+    of_weight, rows = _of_weight(weight, bias), shape[:-1].numel()
+    _run(x.dtype, x.data_ptr(), contraction, of_weight, y.data_ptr(), columns, rows, columns, contraction)
     return y
 
 
@@ -120,8 +122,36 @@ def multiply(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None)
         return False
     if bias is not None and not _is_like(bias, x, 0):
         return False
-    _run(x, x.stride(0), weight, bias, out, out.stride(0), len(out), out.shape[1], x.shape[1])
+    of_weight, (rows, columns) = _of_weight(weight, bias), out.shape
+    _run(x.dtype, x.data_ptr(), x.stride(0), of_weight, out.data_ptr(), out.stride(0), rows, columns, x.shape[1])
     return True
+
+
+def of_experts(weights: Tensor, out: Tensor, biases: Tensor | None) -> Callable[[int, Tensor, int], None] | None:
+    """``multiplies(expert, rows, low)``: what :func:`multiply` does with these rows, which lie together, the weight of
+    the expert and the rows of ``out`` from ``low`` on.  None for other strides or dtypes.
+
+    ``weights``: ``[E, columns, contraction]``, ``biases``: ``[E, columns]``; the caller keeps all three.  An expert of
+    few rows takes some ten microseconds, no longer than the views that a call of :func:`multiply` is made of.
+    """
+    if not (_is_like(weights, weights, 2) and _is_like(out, weights, 1)):
+        return None
+    if biases is not None and not _is_like(biases, weights, 1):
+        return None
+    itemsize, (columns, contraction) = weights.dtype.itemsize, weights.shape[1:]
+    weight_at, expert_step, weight_step = weights.data_ptr(), weights.stride(0) * itemsize, weights.stride(1)
+    bias_at, bias_step = (0, 0) if biases is None else (biases.data_ptr(), biases.stride(0) * itemsize)
+    out_at, out_step, dtype = out.data_ptr(), out.stride(0), weights.dtype
+
+    def multiplies(expert: int, rows: Tensor, low: int) -> None:
+        assert rows.dtype is dtype and rows.stride(1) == 1
+        of_weight = (weight_at + expert * expert_step, weight_step, bias_at + expert * bias_step)
+        _run(
+            dtype, rows.data_ptr(), rows.stride(0), of_weight, out_at + low * out_step * itemsize, out_step,
+            rows.shape[0], columns, contraction,
+        )  # fmt: skip
+
+    return multiplies
 
 
 def _is_like(tensor: Tensor, x: Tensor, dim: int) -> bool:
@@ -130,25 +160,28 @@ def _is_like(tensor: Tensor, x: Tensor, dim: int) -> bool:
 
 
 def _run(
-    x: Tensor,
+    of: torch.dtype,
+    x_at: int,
     x_step: int,
-    weight: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
+    of_weight: tuple[int, int, int],
+    out_at: int,
     out_step: int,
     rows: int,
     columns: int,
     contraction: int,
 ) -> None:
+    """``of_weight``: the address of the weight, the stride of its rows, and the address of the bias or 0."""
     module: Any = native()
-    dtype, itemsize, most = native_dtype(x.dtype), x.dtype.itemsize, module.MAX_FEW_ROWS
-    of_weight = (weight.data_ptr(), weight.stride(0), 0 if bias is None else bias.data_ptr())
-    x_at, out_at = x.data_ptr(), out.data_ptr()
+    dtype, itemsize, most = native_dtype(of), of.itemsize, module.MAX_FEW_ROWS
     for first in range(0, rows, most):
         module.multiply_few_rows(
             dtype, x_at + first * x_step * itemsize, x_step, *of_weight, out_at + first * out_step * itemsize, out_step,
             min(most, rows - first), columns, contraction,
         )  # fmt: skip
+
+
+def _of_weight(weight: Tensor, bias: Tensor | None) -> tuple[int, int, int]:
+    return weight.data_ptr(), weight.stride(0), 0 if bias is None else bias.data_ptr()
 
 
 @lru_cache(maxsize=1024)

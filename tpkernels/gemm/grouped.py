@@ -12,7 +12,7 @@ compiled kernel of :mod:`tpkernels.gemm.few_rows` may be the one that multiplies
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -22,11 +22,13 @@ from tpkernels.gemm.fp8 import ExpertMatrices, Operand, Scaled, ScaledExperts
 
 __all__ = [
     "Add",
+    "Multiplies",
     "Run",
     "TokenRows",
     "bias_gradients",
     "are_few",
     "matrix_gradients",
+    "multiplier",
     "multiply",
     "products",
     "reduced_bias_gradient",
@@ -124,15 +126,33 @@ def are_few(x: Operand, matrices: ExpertMatrices, rows: TokenRows) -> bool:
     return few_rows.wins_in_blocks(mean, matrices.shape[2], matrices.shape[1], x.dtype)
 
 
-def multiply(x: Operand, matrix: Operand, out: Tensor, bias: Tensor | None, few: bool) -> None:
-    """out = x @ matrix + bias; ``few``: by the compiled kernel, if the transpose of the matrix lies by its rows."""
+Multiplies = Callable[[int, Operand, int], None]
+"""``multiplies(expert, rows, low)``: rows of an expert by its matrix, into the rows of a result from ``low`` on."""
+
+
+def multiplier(matrices: ExpertMatrices, out: Tensor, biases: Tensor | None, few: bool) -> Multiplies:
+    """``out[low:][: len(rows)] = rows @ matrices[expert] + biases[expert]``, for one expert after the other.
+
+    ``few``: by the compiled kernel, if the transposes of the matrices lie by their rows.  The caller keeps the tensors.
+    """
+    if few and isinstance(matrices, Tensor):
+        compiled = few_rows.of_experts(matrices.transpose(1, 2), out, biases)
+        if compiled is not None:
+            return cast(Multiplies, compiled)  # fp8 rows are never few
+
+    def multiplies(expert: int, rows: Operand, low: int) -> None:
+        bias = None if biases is None else biases[expert]
+        multiply(rows, matrices[expert], out[low : low + rows.shape[0]], bias)
+
+    return multiplies
+
+
+def multiply(x: Operand, matrix: Operand, out: Tensor, bias: Tensor | None) -> None:
+    """out = x @ matrix + bias."""
     if isinstance(x, Scaled) or isinstance(matrix, Scaled):
         assert isinstance(x, Scaled) and isinstance(matrix, Scaled)
         fp8.multiply(x, matrix, out, bias)
-        return
-    if few and few_rows.multiply(x, matrix.t(), out, bias):
-        return
-    if bias is None:
+    elif bias is None:
         torch.mm(x, matrix, out=out)
     else:
         torch.addmm(bias, x, matrix, out=out)
@@ -140,21 +160,24 @@ def multiply(x: Operand, matrix: Operand, out: Tensor, bias: Tensor | None, few:
 
 def products(
     x: Operand,
-    matrices: ExpertMatrices,
+    matrices: Sequence[ExpertMatrices],
     rows: TokenRows,
-    biases: Tensor | None = None,
+    biases: Sequence[Tensor | None] | None = None,
     *,
     out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """``x[token of row] @ matrices[e] + biases[e]`` for every row, e its expert; matrices ``[E, contraction, N]``.
+) -> list[Tensor]:
+    """``x[token of row] @ matrices_i[e] + biases_i[e]`` for every row, e its expert; each ``[E, contraction, N_i]``.
 
-    ``out_dtype``: of the products of an fp8 x.
+    The tokens of an expert are picked once for all matrices.  ``out_dtype``: of the products of an fp8 x.
     """
     like = x.like(out_dtype) if isinstance(x, Scaled) else x
-    found, few = like.new_empty(rows.count, matrices.shape[2]), are_few(x, matrices, rows)
+    found = [like.new_empty(rows.count, one.shape[2]) for one in matrices]
+    of_each = zip(matrices, found, biases or [None] * len(matrices), strict=True)
+    multipliers = [multiplier(one, out, bias, are_few(x, one, rows)) for one, out, bias in of_each]
     for expert, low, high in rows.runs():
-        picked, bias = x.index_select(0, rows.tokens[low:high]), None if biases is None else biases[expert]
-        multiply(picked, matrices[expert], found[low:high], bias, few)
+        picked = x.index_select(0, rows.tokens[low:high])
+        for multiplies in multipliers:
+            multiplies(expert, picked, low)
     return found
 
 

@@ -49,6 +49,10 @@ ACTIVATIONS: dict[str, _Activation] = {
 
 CLAMPED = "clamped_swiglu"
 CLAMP, SHARPNESS = 7.0, 1.702
+# The clamped one makes nine tensors in fp32 that nobody keeps.  Of so many numbers they stay in a second-level cache;
+# those of all at once cost page faults: 40 ms for 8192 x 360 in bf16 (GPT-OSS-20B / 4), 13 ms in blocks (one thread of
+# an Intel Xeon with AMX, 2026-11-27).  A multiple of every vector's length, so that the bits are those of one block.
+BLOCK_ELEMENTS = 64 * 1024
 GATED = {"swiglu": "silu", "geglu": "gelu", CLAMPED: None}
 """Activations of two products, gate and up.  Of those that are ``act(gate) * up``: which act that is."""
 
@@ -69,6 +73,25 @@ def gate_forward(name: str, gate: Tensor, up: Tensor, *, out: Tensor | None = No
     """What a gated activation gives; ``out`` may be ``gate`` or ``up``."""
     if name != CLAMPED:
         return torch.mul(activation_forward(GATED[name], gate), up, out=out)
+    if not _goes_by_blocks(gate, up, out):
+        return _clamped(gate, up, out)
+    out = torch.empty_like(gate) if out is None else out
+    flat = [one.view(-1) for one in (gate, up, out)]
+    for start in range(0, gate.numel(), BLOCK_ELEMENTS):
+        _clamped(*(one[start : start + BLOCK_ELEMENTS] for one in flat))
+    return out
+
+
+def _goes_by_blocks(gate: Tensor, up: Tensor, out: Tensor | None) -> bool:
+    """Whether many numbers lie together on the CPU, and nobody records what is done with them."""
+    given = (gate, up) if out is None else (gate, up, out)
+    if not gate.is_cpu or gate.numel() <= BLOCK_ELEMENTS or torch.compiler.is_compiling():
+        return False
+    recorded = torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad)
+    return not recorded and all(type(one) is Tensor and one.is_contiguous() for one in given)
+
+
+def _clamped(gate: Tensor, up: Tensor, out: Tensor | None) -> Tensor:
     wide_gate, wide_up = _wide(gate).clamp(max=CLAMP), _wide(up).clamp(-CLAMP, CLAMP)
     product = wide_gate * torch.sigmoid(SHARPNESS * wide_gate) * (wide_up + 1)
     return product.to(gate.dtype) if out is None else out.copy_(product)

@@ -170,10 +170,7 @@ def _kernel(
     group = resolve(options.group_name)
     same_bits.agree_on_blocks(group, "copy_grouped_matmul", [weight.shape[1] for weight in weights])
     rows, x2d = TokenRows(experts, weights[0].shape[0]), scales.rows(x)
-    return [
-        expert_blocks.products(group, x2d, matrices, rows, bias, out_dtype=scales.out_dtype)
-        for matrices, bias in zip(scales.matrices(weights), bias_list, strict=True)
-    ]
+    return expert_blocks.products(group, x2d, scales.matrices(weights), rows, bias_list, out_dtype=scales.out_dtype)
 
 
 def _fake(

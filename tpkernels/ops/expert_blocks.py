@@ -55,21 +55,22 @@ def _blocks(group: Group, rows: TokenRows) -> int:
 def products(
     group: Group,
     x: Operand,
-    matrices: ExpertMatrices,
+    matrices: Sequence[ExpertMatrices],
     rows: TokenRows,
-    biases: Tensor | None = None,
+    biases: Sequence[Tensor | None] | None = None,
     *,
     out_dtype: torch.dtype | None = None,
-) -> Tensor:
+) -> list[Tensor]:
     """:func:`tpkernels.gemm.grouped.products`, whose columns are cut."""
     blocks = same_bits.blocks_of(group)
     if not blocks:
         return grouped.products(x, matrices, rows, biases, out_dtype=out_dtype)
     like = x.like(out_dtype) if isinstance(x, Scaled) else x
-    found = like.new_empty(rows.count, matrices.shape[2])
-    for expert, low, high in rows.runs():
-        picked, bias = x.index_select(0, rows.tokens[low:high]), None if biases is None else biases[expert]
-        found[low:high] = canonical.columns_of_product(picked, matrices[expert], bias, blocks, out_dtype=out_dtype)
+    found = [like.new_empty(rows.count, one.shape[2]) for one in matrices]
+    for one, of_one, out in zip(matrices, biases or [None] * len(matrices), found, strict=True):
+        for expert, low, high in rows.runs():
+            picked, bias = x.index_select(0, rows.tokens[low:high]), None if of_one is None else of_one[expert]
+            out[low:high] = canonical.columns_of_product(picked, one[expert], bias, blocks, out_dtype=out_dtype)
     return found
 
 

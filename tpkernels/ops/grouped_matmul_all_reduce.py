@@ -135,7 +135,7 @@ def _backward_kernel(
 ) -> list[Tensor | None]:
     rows, dy2d = TokenRows(routing.experts, weight.shape[0]), flat(dy)
     group = resolve(options.group_name)
-    of_rows = expert_blocks.products(group, dy2d, weight, rows) if needs[0] or needs[3] else None
+    of_rows = expert_blocks.products(group, dy2d, [weight], rows)[0] if needs[0] or needs[3] else None
     return gradients(group, dy2d, of_rows, flat(h), bias, routing, rows, needs, sinks)
 
 
