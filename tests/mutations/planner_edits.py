@@ -40,6 +40,7 @@ PLANNER = (
     Edit("planning/layer_groups.py", "not None or node.severed:", "not None:", f"{FOLLOWED} -k compared"),
     Edit("planning/gradient_code.py", "session.set_origin(tensor, None)", "pass", f"{FOLLOWED} -k compared"),
     Edit("planning/whole_steps.py", "self._taken(tensors)", "self._completed(tensors)", f"{FOLLOWED} -k pick"),
+    Edit("planning/whole_steps.py", "in sources]", "in ()]", f"{HEADS} -k kernel"),
     Edit("planning/source_reads.py", 'node.func.id == "isinstance"', "False", f"{FOLLOWED} -k whoever"),
     Edit("planning/source_reads.py", "return [node.left]", "return []", f"{FOLLOWED} -k whoever"),
     Edit("planning/part_norms.py", "(norm.centred and degrees())", "False", f"{HEADS} -k in_no_blocks"),

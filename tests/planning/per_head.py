@@ -82,6 +82,9 @@ class Attention(nn.Module):
             q, k, v = (part.view(batch, length, -1, EACH).transpose(1, 2) for part in parts)
         if self.how == "gain":
             q = (q.transpose(1, 2) * self.gain).transpose(1, 2)
+        if self.how == "bias of a kernel":  # torch takes another one where its heads are not those of the queries
+            heads = F.scaled_dot_product_attention(q, k, v, attn_mask=self.bias(length), scale=1.0)
+            return self.out(heads.transpose(1, 2).reshape(batch, length, -1))  # type: ignore[no-any-return]
         scores = q @ k.transpose(-2, -1)
         if slopes is not None:  # [batch * heads, 1, length], as Bloom's, or [heads, 1, length], as MPT's
             scores = scores + slopes.view(-1, scores.shape[1], 1, length)

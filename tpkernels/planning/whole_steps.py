@@ -39,10 +39,17 @@ class WholeSteps(Gradients):
         event = self.recording.events[self._at]
         self._at += 1
         if event.packet != packet or event.layer != layer:
-            raise Unproven(f"with one rank's sizes {layer or packet} runs where {event.layer or event.packet} was")
+            error = Unproven(f"with one rank's sizes {layer or packet} runs where {event.layer or event.packet} was")
+            error.parameters = self._whole_parameters(self._whole_of(event.sources))
+            raise error
         if event.sources != sources:
             raise Unproven(f"with one rank's sizes {layer or packet} takes another tensor")
         return event
+
+    def _whole_of(self, sources: tuple[Source, ...]) -> list[Tensor]:
+        """The tensors that the recording knows by ``sources``."""
+        kept = [tensor for tensor in self.recording.kept if isinstance(tensor, Tensor)]
+        return [tensor for tensor in kept if self.recording.source(tensor) in sources]
 
     def _made(self, outputs: list[Tensor]) -> None:
         """By the event that came last."""
