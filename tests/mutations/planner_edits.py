@@ -14,6 +14,7 @@ OTHERS = "tests/planning/test_other_experts.py"
 EXPERTS, BEHIND = "tests/planning/test_experts.py", "tests/models/test_experts.py -k of_another_kind"
 SPACES, HEADS = "tests/planning/test_state_spaces.py", "tests/planning/test_per_head.py"
 TRAINED = f"{HEADS} -k over_all_ranks"
+WIDTHS = "tests/planning/test_widths.py"
 MERGED = "tests/integrations/transformers/test_peft.py -k alone"
 
 FOLLOWED, STATE = "tests/planning/test_followed.py", "tests/planning/test_module_state.py"
@@ -41,6 +42,9 @@ PLANNER = (
     Edit("planning/gradient_code.py", "session.set_origin(tensor, None)", "pass", f"{FOLLOWED} -k compared"),
     Edit("planning/whole_steps.py", "self._taken(tensors)", "self._completed(tensors)", f"{FOLLOWED} -k pick"),
     Edit("planning/whole_steps.py", "in sources]", "in ()]", f"{HEADS} -k kernel"),
+    Edit("planning/width_steps.py", "layer not in layers", "False", f"{WIDTHS} -k more"),
+    Edit("planning/width_steps.py", "id(tensor) in self._shown", "False", f"{WIDTHS} -k more"),
+    Edit("nn/shown_width.py", "self._shown = self._whole = None", "pass", f"{WIDTHS} -k whole_tensor"),
     Edit("planning/source_reads.py", 'node.func.id == "isinstance"', "False", f"{FOLLOWED} -k whoever"),
     Edit("planning/source_reads.py", "return [node.left]", "return []", f"{FOLLOWED} -k whoever"),
     Edit("planning/part_norms.py", "(norm.centred and degrees())", "False", f"{HEADS} -k in_no_blocks"),

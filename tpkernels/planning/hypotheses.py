@@ -24,7 +24,7 @@ from tpkernels.planning.splits import Split, divisor, share
 from tpkernels.planning.styles import Column, CopiedHeads, Style
 from tpkernels.planning.trace import Recording
 
-__all__ = ["Attributes", "Copies", "Hypotheses", "Proof", "Slice", "Whole"]
+__all__ = ["Attributes", "Copies", "Hypotheses", "Proof", "Slice", "Whole", "names_read"]
 
 Attributes = dict[tuple[str, str], tuple[int, ...]]
 """By module and name: the value on each rank."""
@@ -240,14 +240,14 @@ class Hypotheses:
             """Features are what wrappers of layers note down, and no code of theirs reads (LoRA)."""
             kind, name, _ = key
             runs = any(module in called for module, _ in found[key])
-            unread = not runs or name.rpartition(".")[2] not in _names_read(kind)
+            unread = not runs or name.rpartition(".")[2] not in names_read(kind)
             return "head" not in name or "dim" in name or "size" in name, unread, "features" in name, name
 
         return [found[key] for key in sorted(found, key=unlikely)]
 
 
 @lru_cache(maxsize=1024)
-def _names_read(kind: type) -> frozenset[str]:
+def names_read(kind: type) -> frozenset[str]:
     """Names in the code of a class's methods, but for the one that sets an object up."""
     found: set[str] = set()
     methods = [

@@ -1,38 +1,49 @@
 """Numbers of features and heads that a module's code reads, and that are others on one rank.
 
-It owns where they stand: in an attribute of the module (``num_heads``), or in the ``config`` that it shares with others
-(``config.num_attention_heads``).  Only the module that reads it may see another number there, so it gets a view of the
-config: an object of the same class that answers with this rank's numbers, and with the config's own for all else, also
-when that changes later.
+It owns where they stand: in an attribute of the module (``num_heads``), in the ``config`` that it shares with others
+(``config.num_attention_heads``), or in the shape of what it is called with (``width(x: qkv)``: the last dimension of
+the argument x, which the layer qkv takes).  Only the module that reads a config may see another number there, so it
+gets a view of it: an object of the same class that answers with this rank's numbers, and with the config's own for all
+else, also when that changes later.
 """
 
 from __future__ import annotations
 
 import ast
 import copy
-from collections.abc import Container, Mapping
+import re
+from collections.abc import Container, Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
 from torch import nn
 
+from tpkernels.nn.shown_width import show_width
+from tpkernels.planning.layers import layer_of
 from tpkernels.planning.source_reads import methods_of, reached
 
-__all__ = ["config_numbers", "number_of", "owner_of", "root_of", "set_number"]
+__all__ = ["config_numbers", "number_of", "owner_of", "root_of", "set_number", "width_in", "width_name"]
 
 CONFIG = "config"
+_WIDTH = re.compile(r"width\((\w+): ([^()]+)\)")
 _OWN = frozenset(("_tpk_view", "__class__", "__deepcopy__", "__reduce__", "__reduce_ex__", "__copy__"))
 
 
 def number_of(module: nn.Module, attribute: str) -> Any:
-    """What ``module`` has as ``attribute``, or as ``config.attribute``; None where there is no such thing."""
+    """What ``module`` has as ``attribute``, as ``config.attribute`` or as a width; None where there is none."""
+    if (read := width_in(attribute)) is not None:
+        layers = [layer_of(one) for name, one in module.named_modules() if name in read[1]]
+        widths = {None if layer is None else layer.in_features for layer in layers}
+        return widths.pop() if len(layers) == len(read[1]) and len(widths) == 1 else None
     root, _, inner = attribute.partition(".")
     held = getattr(module, root, None)
     return getattr(held, inner, None) if inner else held
 
 
 def owner_of(key: str, modules: Container[str]) -> tuple[str, str]:
-    """The module and the attribute of ``module.attribute``, or of ``module.config.attribute``."""
+    """The module and the attribute of ``module.attribute``, ``module.config.attribute`` or ``module.width(...)``."""
+    if (width := _WIDTH.search(key)) is not None:
+        return key[: width.start()].removesuffix("."), width[0]
     name, _, attribute = key.rpartition(".")
     outer, _, last = name.rpartition(".")
     return (outer, f"{CONFIG}.{attribute}") if last == CONFIG and name not in modules else (name, attribute)
@@ -45,8 +56,22 @@ def root_of(attribute: str) -> str:
 
 def set_number(module: nn.Module, attribute: str, value: int) -> None:
     """Let ``module`` alone see ``value`` there."""
+    if (read := width_in(attribute)) is not None:
+        show_width(module, read[0], map(module.get_submodule, read[1]), value)
+        return
     root, _, inner = attribute.partition(".")
     setattr(module, root, _view(getattr(module, root), {inner: value}) if inner else value)
+
+
+def width_name(argument: str, layers: Iterable[str]) -> str:
+    """How the width of an argument of a module is called, which these layers of it take."""
+    return f"width({argument}: {', '.join(layers)})"
+
+
+def width_in(attribute: str) -> tuple[str, tuple[str, ...]] | None:
+    """The argument and the layers, if the attribute is a width."""
+    found = _WIDTH.fullmatch(attribute)
+    return None if found is None else (found[1], tuple(found[2].split(", ")))
 
 
 def config_numbers(module: nn.Module) -> dict[str, int]:

@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from tpkernels.nn.sliced_arguments import named_arguments, with_arguments
-from tpkernels.planning.channel_steps import ChannelSteps
 from tpkernels.planning.op_arguments import numbers_in, same_scalars, shapes_in, without_sizes
 from tpkernels.planning.op_call import is_pointwise
 from tpkernels.planning.roles import Role, unlike_ranks
@@ -43,6 +42,7 @@ from tpkernels.planning.shadow import Shadow
 from tpkernels.planning.splits import HandedOn, Split, Unproven, divisor, how, part_of_constant, raised
 from tpkernels.planning.tensors import storage_of, tensors_in
 from tpkernels.planning.trace import Example, Recording
+from tpkernels.planning.width_steps import WidthSteps
 
 __all__ = ["Replay", "Role", "unlike_ranks"]
 
@@ -50,7 +50,7 @@ aten = torch.ops.aten
 _CONSTANT = {aten.zeros, aten.ones, aten.full, aten.new_zeros, aten.new_ones, aten.new_full, aten.empty, aten.new_empty}
 
 
-class Replay(ChannelSteps):
+class Replay(WidthSteps):
     """The run of ``rank`` next to ``recording``; ``attributes`` have a value for each rank.
 
     After a run: ``partial`` names parameters whose gradient each rank has a part of, ``units`` the features of each
@@ -100,9 +100,12 @@ class Replay(ChannelSteps):
         self._mark(part, split, frozenset([role.group]))
 
     def given(self, name: str, args: Any, kwargs: Any) -> Any:
-        """The call with this rank's part of the arguments that are cut."""
-        module, values = self.shadow.modules[name], {}
-        taken = named_arguments(module, args, kwargs) if name in self._arguments else {}
+        """The call with this rank's part of the arguments that are cut, and with this rank's width of others."""
+        if name not in self._arguments and name not in self._widths:
+            return None
+        module = self.shadow.modules[name]
+        taken = named_arguments(module, args, kwargs)
+        values = self.shown_to(name, taken)
         for argument, role in self._arguments.get(name, {}).items():
             whole = taken.get(argument)
             if whole is None:
@@ -326,6 +329,7 @@ class Replay(ChannelSteps):
         return out
 
     def layer_called(self, name: str, x: Tensor) -> Tensor:
+        x = self.taken_by(name, x)
         self.blame = self._groups.get(id(x), self.blame)
         if any(key.rpartition(".")[0] == name for key in self.slices):
             raise Unproven(f"{name} is called, and has a parameter that is read and cut by itself")

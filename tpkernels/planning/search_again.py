@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from tpkernels.planning.hypotheses import Proof
 from tpkernels.planning.layer_groups import Group
-from tpkernels.planning.search import Search
+from tpkernels.planning.search_widths import SearchWidths
 
 __all__ = ["SearchAgain"]
 
 
-class SearchAgain(Search):
+class SearchAgain(SearchWidths):
     """Proofs like those that another number of ranks has."""
 
     def prove_like(self, group: Group, other: Proof) -> Proof:

@@ -23,6 +23,7 @@ from tpkernels.planning.gradient_code import Requiring
 from tpkernels.planning.higher_order_ops import as_op
 from tpkernels.planning.known_values import KnownValues
 from tpkernels.planning.module_state import Held, State
+from tpkernels.planning.numbers import width_in
 from tpkernels.planning.shadow import Shadow
 from tpkernels.planning.tensors import can_require_grad, storage_of, tensors_in, written_by
 from tpkernels.planning.weight_reads import scaled_layer
@@ -198,6 +199,11 @@ class Session(TorchDispatchMode):
         self.met_real_cache = False
         self._born: dict[int, str] = {}
         """Storages that opaque modules made, but for their results."""
+
+    @property
+    def numbers(self) -> dict[tuple[str, str], int]:
+        """The attributes that stand in a module, or in its config."""
+        return {key: value for key, value in self.attributes.items() if width_in(key[1]) is None}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -216,7 +216,7 @@ class Shadow:
         Gradients are enabled as the mode says, to the model's code alone: no parameter requires one.
         """
         begun, noting = put(self.modules, session.begins), Noting(session)
-        roots = {(name, root_of(attribute)) for name, attribute in session.attributes}
+        roots = {(name, root_of(attribute)) for name, attribute in session.numbers}
         before = {(name, root): getattr(self.modules[name], root) for name, root in roots}
         whole = {name: self.own(name) for name in session.slices}
         self.session = session
@@ -227,7 +227,7 @@ class Shadow:
         fast = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
         try:
-            for (name, attribute), value in session.attributes.items():
+            for (name, attribute), value in session.numbers.items():
                 set_number(self.modules[name], attribute, value)
             self._hold(session.slices)
             with (
