@@ -38,6 +38,10 @@ class Packed(nn.Module):
         places = torch.cat([torch.arange(h).repeat_interleave(w).repeat(t) for t, h, w in grid.tolist()])
         if self.how == "branches" and (grid[:, 0] > 1).any():
             x = x + 1
+        if self.how == "own numbers" and torch.arange(2, 2 + len(x))[0] == 2:
+            x = x + 1
+        if self.how == "both" and (torch.arange(2) + grid[0, :2])[0] > 1:
+            x = x + 1
         if self.how == "writes":
             ends[1:] = ends[1:] * 1
         q, k, v = self.qkv(x).reshape(len(x), 3, self.heads, -1).permute(1, 2, 0, 3).unbind(0)
@@ -55,7 +59,14 @@ def test_a_model_that_asks_for_sizes_in_its_inputs_is_cut_in_pairs() -> None:
 
 
 @pytest.mark.cpu
-@pytest.mark.parametrize(("how", "grid"), [("branches", GRID), ("writes", GRID), ("", GRID.to("meta"))])
+def test_a_branch_on_numbers_that_code_made_of_its_own_is_one_on_these_numbers() -> None:
+    """As the depth decoder of CSM asks whether its positions begin with 0."""
+    plan = tpk.make_plan(Packed("own numbers"), 2, example_inputs=(X, GRID))
+    assert plan["qkv"].style == Column(segments=(WIDTH,) * 3) and plan["proj"].style == Row() and not plan.notes
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize(("how", "grid"), [("branches", GRID), ("both", GRID), ("writes", GRID), ("", GRID.to("meta"))])
 def test_conditions_and_numbers_that_nobody_gave_are_not_known(how: str, grid: Tensor) -> None:
     """A branch on a condition may go the other way in another call; of what is written to in part nothing is known."""
     plan = tpk.make_plan(Packed(how), 2, example_inputs=(X, grid))

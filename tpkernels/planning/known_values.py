@@ -6,8 +6,10 @@ the example inputs have them, and so has what an op makes of known values alone,
 buffers and activations have none: who asks for their numbers gets a guess (:mod:`tpkernels.planning.fake_answers`), or
 cannot be recorded.
 
-Such numbers are taken for sizes, which another call may have others of.  Conditions are not answered: code that
-branches on one may take the other path in another call.  Nor is a single number followed, which may be a flag.
+Such numbers are taken for sizes, which another call may have others of.  A condition on them is not answered: code
+that branches on one may take the other path in another call.  Nor is a single number followed, which may be a flag.  A
+condition on what code makes of its own numbers alone (whether ``torch.arange(start, stop)`` begins with 0) is one that
+it could as well have asked of these numbers, without a tensor: it is answered.
 
 It assumes that what a model computes from the numbers in its inputs is small; larger tensors are not followed.
 """
@@ -52,21 +54,26 @@ class KnownValues:
     def __init__(self, fake: FakeTensorMode, given: list[tuple[Tensor, Tensor]]) -> None:
         self._fake_mode = fake
         self._values = {id(tensor): value for tensor, value in given}
+        self._given = set(self._values)
+        """Those of them that numbers of the inputs went into, or of tensors that code keeps."""
         self._made: list[Tensor] = []
         """Fake tensors of its own, so that ids stay theirs."""
 
     def take(self, other: KnownValues) -> None:
         """Know what another run knew of the tensors that this one is given."""
         self._values |= other._values
+        self._given |= other._given
 
     def run(self, func: Any, args: Any, kwargs: Any, run: Callable[..., Any]) -> Any:
         """``run`` the op on fake tensors; where it asks for values that are known, they answer."""
-        if not self._values or not isinstance(func, torch._ops.OpOverload):
+        if not isinstance(func, torch._ops.OpOverload):
             return run(func, args, kwargs)
         known = self._are_known(func, args, kwargs)
-        if known and any(tag in func.tags for tag in _ASKS) and not _is_condition(func, args):
+        given = known and self._are_given(func, args, kwargs)
+        if known and any(tag in func.tags for tag in _ASKS) and not (given and _is_condition(func, args)):
             device = next(tensor.device for tensor in _tensors(args, kwargs))
-            return tree_map_only(Tensor, lambda value: self._fake(value, device), self._real(func, args, kwargs))
+            answer = self._real(func, args, kwargs)
+            return tree_map_only(Tensor, lambda value: self._fake(value, device, given=given), answer)
         if func is aten.index.Tensor:
             args = (args[0], self._without_masks(args[1]), *args[2:])
         out = run(func, args, kwargs)
@@ -76,6 +83,7 @@ class KnownValues:
         for fake, value in zip(_tensors(out), values, strict=False):
             if isinstance(fake, FakeTensor) and fake.shape == value.shape and fake.dtype == value.dtype:
                 self._values[id(fake)] = value
+                self._note(fake, given)
         return out
 
     def _are_known(self, func: Any, args: Any, kwargs: Any) -> bool:
@@ -86,6 +94,19 @@ class KnownValues:
             id(tensor) in self._values or not (isinstance(tensor, FakeTensor) or func._schema.is_mutable)
             for tensor in _tensors(args, kwargs)
         )
+
+    def _are_given(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether its tensors are more than what code makes of its own numbers; a literal tensor is lifted first."""
+        if func is aten.lift_fresh.default:
+            return False
+        tensors = _tensors(args, kwargs)
+        return any(id(tensor) in self._given or not isinstance(tensor, FakeTensor) for tensor in tensors)
+
+    def _note(self, fake: Tensor, given: bool) -> None:
+        if given:
+            self._given.add(id(fake))
+        else:
+            self._given.discard(id(fake))
 
     def _values_of(self, func: Any, args: Any, kwargs: Any, out: Any) -> list[Tensor]:
         if any(tensor.numel() > LARGEST for tensor in _tensors(args, kwargs, out)):
@@ -112,11 +133,12 @@ class KnownValues:
         if gone:
             self._values = {key: value for key, value in self._values.items() if storage_of(value) not in gone}
 
-    def _fake(self, value: Tensor, device: torch.device) -> Tensor:
+    def _fake(self, value: Tensor, device: torch.device, *, given: bool) -> Tensor:
         with _disable_current_modes(), self._fake_mode:
             made = torch.empty(value.shape, dtype=value.dtype, device=device)
         self._made.append(made)
         self._values[id(made)] = value
+        self._note(made, given)
         return made
 
     def _without_masks(self, indices: Any) -> list[Tensor | None]:
@@ -129,7 +151,7 @@ class KnownValues:
                 continue
             with _disable_current_modes():
                 rows = value.nonzero().unbind(1)
-            found += [self._fake(row, index.device) for row in rows]
+            found += [self._fake(row, index.device, given=id(index) in self._given) for row in rows]
         return found
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from tpkernels.planning.session import Node
 from tpkernels.planning.trace import Recording
 
-__all__ = ["Group", "find_groups"]
+__all__ = ["Component", "Group", "components", "find_groups"]
 
 
 @dataclass(frozen=True)
@@ -35,47 +35,79 @@ class Group:
         return (*self.columns, *self.rows, *self.feeders)
 
 
+@dataclass(frozen=True)
+class Component:
+    """Layers that give to one another: everything that one of ``rows`` takes from layers is of ``columns``."""
+
+    columns: frozenset[str]
+    rows: frozenset[str]
+    seen_outside: frozenset[str]
+    """Columns of which results of the model are made, or what goes into an opaque module."""
+    open: frozenset[str]
+    """Rows that take something else as well: an input of the model, or what an opaque module gives."""
+    noisy: frozenset[str]
+    """Rows before which random ops run."""
+    sources: dict[str, set[str]]
+    """Of each row: the columns that it takes."""
+
+
 def find_groups(recording: Recording, *, convolutions: bool = False) -> list[Group]:
-    """All groups that could be cut, smallest first, and by order of calls.
+    """All groups that could be cut, smallest first, and by order of calls; behind them those of which less is cut.
 
     ``convolutions``: those over all channels count as layers, and groups without one, or with inner layers, do not.
     """
     order = {event.layer: index for index, event in reversed(list(enumerate(recording.events))) if event.layer}
-    sources: dict[str, set[str]] = {}
-    closed: dict[str, bool] = {}
-    random: dict[str, bool] = {}
-    inputs_of = dict(recording.layer_inputs)
     if convolutions:
-        inputs_of |= recording.convolution_inputs
         order |= {call.name: index for index, call in reversed(list(recording.channel_calls.items()))}
-    for layer, inputs in inputs_of.items():
-        sources[layer], closed[layer], random[layer] = _walk_back(recording, inputs, convolutions)
-    seen_outside, _, _ = _walk_back(recording, recording.outputs, convolutions)
-    groups = []
-    for component in _components(sources):
-        columns, rows = component
-        if convolutions and (columns & rows or not recording.convolution_inputs.keys() & (columns | rows)):
+    groups: list[Group] = []
+    fed: list[Group] = []
+    for one in components(recording, convolutions=convolutions):
+        if convolutions and (
+            one.columns & one.rows or not recording.convolution_inputs.keys() & (one.columns | one.rows)
+        ):
             continue
-        for columns, rows, feeders, summed in _ways(sources, *component):
-            sound = columns and rows and not columns & rows and not columns & seen_outside
-            if sound and all(closed[row] for row in rows):
-                noisy = any(random[row] for row in rows)
-                ordered = [tuple(sorted(some, key=order.__getitem__)) for some in (columns, rows, feeders, summed)]
-                groups.append(Group(ordered[0], ordered[1], noisy, ordered[2], ordered[3]))
-    return sorted(groups, key=lambda group: (len(group.columns) + len(group.rows), order[group.columns[0]]))
+        for found, ways in ((groups, _ways(one)), (fed, () if convolutions else _fed_ways(one))):
+            for columns, rows, feeders, summed in ways:
+                if columns and rows and not columns & rows and not columns & one.seen_outside and not rows & one.open:
+                    ordered = [tuple(sorted(some, key=order.__getitem__)) for some in (columns, rows, feeders, summed)]
+                    found.append(Group(ordered[0], ordered[1], bool(rows & one.noisy), ordered[2], ordered[3]))
+
+    def size(group: Group) -> tuple[int, int]:
+        return len(group.columns) + len(group.rows), order[group.columns[0]]
+
+    return sorted(groups, key=size) + sorted(fed, key=size)
+
+
+def components(recording: Recording, *, convolutions: bool = False) -> list[Component]:
+    """All layers that take something from others, with these; ``convolutions``: those over all channels as well."""
+    walks = {
+        layer: _walk_back(recording, inputs, convolutions)
+        for layer, inputs in (recording.layer_inputs | (recording.convolution_inputs if convolutions else {})).items()
+    }
+    sources = {layer: found for layer, (found, _, _) in walks.items()}
+    outside, _, _ = _walk_back(recording, recording.outputs, convolutions)
+    return [
+        Component(
+            frozenset(columns), frozenset(rows), frozenset(columns & outside),
+            frozenset(row for row in rows if not walks[row][1]), frozenset(row for row in rows if walks[row][2]),
+            {row: sources[row] for row in rows},
+        )
+        for columns, rows in _components(sources)
+    ]  # fmt: skip
 
 
 _Way = tuple[set[str], set[str], set[str], set[str]]
 """Columns, rows, feeders, and the rows that give to parts."""
 
 
-def _ways(sources: dict[str, set[str]], columns: set[str], rows: set[str]) -> Iterator[_Way]:
+def _ways(one: Component) -> Iterator[_Way]:
     """How a component might be cut, where some of its layers are inner ones, which read from others of it.
 
     What they read from may stay whole: latent attention has a layer whose output goes into the projection of keys and
     values, and beside it, as the part of the keys that all heads share.  Or they are rows themselves: what selects the
     states of Mamba is made of all channels, and used on each.  Further inner layers that read from these are columns.
     """
+    columns, rows, sources = set(one.columns), set(one.rows), one.sources
     inner = columns & rows
     feeders = {layer for name in inner for layer in sources[name]}
     if not inner or feeders & rows:
@@ -86,6 +118,15 @@ def _ways(sources: dict[str, set[str]], columns: set[str], rows: set[str]) -> It
     fed = inner - summed
     if summed and all(sources[name] <= summed for name in fed):
         yield (columns - inner) | fed, rows - fed, set(), summed
+
+
+def _fed_ways(one: Component) -> Iterator[_Way]:
+    """A component that falls apart into blocks without the columns that all of its rows take, and these as feeders:
+    one layer before many blocks, such as what BROS makes of the places of words for the scores of all heads."""
+    shared = set[str].intersection(*one.sources.values())
+    rest = _components({row: found - shared for row, found in one.sources.items()})
+    if shared and len(rest) > 1 and not one.columns & one.rows and sum(len(rows) for _, rows in rest) == len(one.rows):
+        yield set(one.columns) - shared, set(one.rows), shared, set()
 
 
 def _walk_back(recording: Recording, start: list[int], convolutions: bool) -> tuple[set[str], bool, bool]:

@@ -40,6 +40,7 @@ from tpkernels.planning.ties import tied_modules, untie
 from tpkernels.planning.trace_leaks import nothing_left
 from tpkernels.planning.weight_reads import called_by_weight, kept_in_parts
 from tpkernels.planning.whole_in_out import READ, attention_choices, check_experts, experts_choices
+from tpkernels.planning.why_alone import Neighbours
 
 __all__ = ["check_plain", "make_plan"]
 
@@ -132,6 +133,7 @@ class _Planner:
         self.traced = observation is not None and observation.recording is not None
         self.chosen: dict[str, Chosen] = {}
         self.decision = Decision()
+        self.neighbours: Neighbours | None = None
         self.attributes: Attributes = {}
         self.arguments: dict[tuple[str, str], tuple[int, int]] = {}
         self.feeders: set[str] = set()
@@ -151,6 +153,8 @@ class _Planner:
             self.chosen[name] = Chosen(style, "override", f"asked for{'' if self._is_seen(name) else '; not proven'}")
         if self.traced:
             self._from_data_flow(kept)
+            assert self.observation is not None
+            self.neighbours = Neighbours(self.observation, self.decision)
         for name, reason in kept.items():
             self.chosen.setdefault(name, Chosen(Replicate(), "default", reason))
         read, tied = self._read_directly(), self._tied()
@@ -418,14 +422,10 @@ class _Planner:
                 )
 
     def _by_rule(self, name: str, layer: Layer) -> Chosen:
-        refused = [
-            error.reason
-            for group, error in self.decision.refused.items()
-            if name in (*group.columns, *group.rows) and len(group.columns) + len(group.rows) <= SMALL_GROUP
-        ]
         said = self.hints.styles[name][0] if self.hints is not None and name in self.hints.styles else ""
         why = f" ({self.hints.origin} says {said})" if said and self.hints is not None else ""
-        why += f" (not with its neighbours: {refused[0]})" if refused else ""
+        apart = self.neighbours.why_alone(name, table=layer.kind == "embedding") if self.neighbours else ""
+        why += f" (not with its neighbours: {apart})" if apart else ""
         why += " (not called by the example)" if self.traced and not self._is_seen(name) else ""
         return by_rule(layer, why, tied=name in self._tied())
 
