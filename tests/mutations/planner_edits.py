@@ -40,7 +40,7 @@ PLANNER = (
     Edit("planning/kept_layers.py", "(name in unseen or not followed)", "False", f"{FOLLOWED} -k within"),
     Edit("planning/session.py", "in filter(can_require_grad, outputs):", "in outputs:", f"{FOLLOWED} -k compared"),
     Edit("planning/layer_groups.py", "not None or node.severed:", "not None:", f"{FOLLOWED} -k compared"),
-    Edit("planning/layer_groups.py", "len(rest) > 1 and", "len(rest) > 2 and", f"{ALONE} -k feeds"),
+    Edit("planning/layer_groups.py", "len(rest) > 1 and", "len(rest) > 2 and", f"{ALONE} -k every_block"),
     Edit("planning/known_values.py", "id(tensor) in self._given or not", "not", f"{VALUES} -k nobody_gave"),
     Edit("planning/gradient_code.py", "session.set_origin(tensor, None)", "pass", f"{FOLLOWED} -k compared"),
     Edit("planning/whole_steps.py", "self._taken(tensors)", "self._completed(tensors)", f"{FOLLOWED} -k pick"),
