@@ -35,5 +35,16 @@ CONVOLUTIONS = (
     Edit("sharding/followed_calls.py", "self._follow_channels(module, args, output)", "pass", VALUES),
     Edit("sharding/same_bits.py", "isinstance(style, Channels) and style.paired:", "False:", f"{PAIRS} -k same_bits"),
     Edit("planning/rules.py", "if split.dim >= call.rank_of() - dims:", "if False:", f"{PAIRS} -k space"),
+    Edit("nn/paired_convolution.py", "torch.cat(biases) if biases else None", "None", VALUES),
+    Edit("nn/paired_convolution.py", "fresh_like(self, weight, bias=", "fresh_like(self, weight, bias=not ", VALUES),
+    Edit("planning/gate_rules.py", "if values != gates:", "if False:", WHOLE),
+    Edit("planning/gate_rules.py", "if dim != split.dim:", "if False:", CUT),
+    Edit("planning/pair_proofs.py", "if error.met is None or len(error.met.segments) > 1", "if True", CUT),
+    Edit("planning/pair_proofs.py", "if not error.segmented:", "if True:", CUT),
+    Edit(
+        "planning/pair_proofs.py", "not error.segmented), failures[0])", "False), failures[0])", f"{PAIRS} -k says_why"
+    ),
+    Edit("planning/pair_choices.py", "for name, cuts in slices.items():", "for name, cuts in ():", VALUES),
+    Edit("sharding/followed_calls.py", "segments_given(module) or (output", "(output", VALUES),
     Edit("state/plain_state.py", "self._assign and isinstance(like, nn.Parameter)", "self._assign", VALUES),
 )

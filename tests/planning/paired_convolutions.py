@@ -39,6 +39,63 @@ class Squeezed(nn.Module):
         return y
 
 
+class Conformer(nn.Module):
+    """The convolution module of a Conformer: halves of the first one's channels are values and their gates."""
+
+    def __init__(self, width: int, norm: nn.Module) -> None:
+        super().__init__()
+        self.expand, self.project = nn.Conv1d(width, 2 * width, 1), nn.Conv1d(width, width, 1, bias=False)
+        self.depthwise, self.norm = nn.Conv1d(width, width, 3, padding=1, groups=width), norm
+        self.over_features = isinstance(norm, nn.LayerNorm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.depthwise(nn.functional.glu(self.expand(x), 1))
+        x = self.norm(x.transpose(1, 2)).transpose(1, 2) if self.over_features else self.norm(x)
+        y: Tensor = self.project(nn.functional.silu(x))
+        return y
+
+
+class Snake(nn.Module):
+    """The activation of neural codecs, which has a number for each channel (DAC)."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.alpha = nn.Parameter(torch.rand(1, channels, 1) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + (self.alpha + 1e-9).reciprocal() * torch.sin(self.alpha * x).pow(2)
+        return y
+
+
+class Taken(nn.Module):
+    """Three parts of the channels are added: as many as there are on a rank, or literal numbers of them."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__()
+        self.sizes, self.first, self.second = sizes, conv(3, 15), conv(5, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, *others = self.first(x).split(self.sizes, 1) if self.sizes else self.first(x).chunk(3, 1)
+        for other in others:
+            first = first + other
+        y: Tensor = self.second(first.relu())
+        return y
+
+
+class OtherGates(nn.Module):
+    """Of the gates a rank would have its part of each half, and of the values in one piece: as many, but others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values, self.gates, self.gated, self.added = conv(3, 8), conv(3, 8), conv(8, 4), conv(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gates = self.gates(x)
+        first, second = gates.chunk(2, 1)
+        y: Tensor = self.gated(nn.functional.glu(torch.cat((self.values(x), gates), 1), 1))
+        return y + self.added(first + second)
+
+
 class Reading(nn.Module):
     """Something about the norm between is used past it."""
 
@@ -135,6 +192,16 @@ def head() -> nn.Module:
     )
 
 
+def conformer() -> nn.Module:
+    """Whose two blocks differ in their norm; x has rows for channels."""
+    return nn.Sequential(nn.Flatten(2), Conformer(3, nn.BatchNorm1d(3)), Conformer(3, nn.GroupNorm(3, 3)))
+
+
+def snake() -> nn.Module:
+    blocks = [Residual(Snake(5), nn.Conv1d(5, 7, 3, padding=1), Snake(7), nn.Conv1d(7, 5, 1)) for _ in range(2)]
+    return nn.Sequential(nn.Flatten(2), nn.Conv1d(3, 5, 1), *blocks)
+
+
 def two() -> nn.Module:
     return nn.Sequential(conv(3, 7), nn.ReLU(), conv(7, 4))
 
@@ -147,6 +214,9 @@ def wide() -> nn.Module:
 CUT: dict[str, Callable[[], nn.Module]] = {
     "two": two, "basic": basic, "bottleneck": bottleneck, "squeezed": Squeezed, "grouped": grouped,
     "transposed": transposed, "one dimension": one_dimension, "three dimensions": three_dimensions, "head": head,
+    "conformer": conformer, "layer norm": lambda: nn.Sequential(nn.Flatten(2), Conformer(6, nn.LayerNorm(6))),
+    "snake": snake, "in three": Taken,
+    "gated rows": lambda: nn.Sequential(conv(3, 7), nn.GLU(2), conv(7, 4)),
 }  # fmt: skip
 WHOLE: dict[str, Callable[[], nn.Module]] = {
     "wide": wide,
@@ -161,6 +231,9 @@ WHOLE: dict[str, Callable[[], nn.Module]] = {
     "turned": lambda: nn.Sequential(conv(3, 8), Turned(pool=False), conv(8, 4)),
     "halves of groups": lambda: nn.Sequential(conv(3, 9), nn.GroupNorm(3, 9), nn.ReLU(), conv(9, 4)),
     "called twice": CalledTwice,
+    "another order of gates": OtherGates,
+    "halves of halves": lambda: nn.Sequential(conv(3, 12), nn.GLU(1), nn.GLU(1), conv(3, 4)),
+    "literal sizes": lambda: Taken(5, 5, 5),
     "dropped": lambda: nn.Sequential(conv(3, 8), nn.Dropout(0.5), conv(8, 4)),
 }
 
@@ -178,4 +251,5 @@ def made(name: str) -> nn.Module:
 
 def inputs(name: str) -> Tensor:
     channels = {"basic": 5, "bottleneck": 14, "squeezed": 4, "one dimension": 2}.get(name, 3)
+    channels = 6 if name == "layer norm" else channels
     return torch.randn(2, channels, 8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(5))

@@ -17,7 +17,7 @@ from tests.planning.paired_convolutions import CUT, WHOLE, inputs, made
 from tpkernels.errors import UnprovenCallWarning
 from tpkernels.nn.gathering import gathered
 from tpkernels.nn.paired_convolution import why_not_paired
-from tpkernels.planning.styles import Channels, Replicate, Row, Sliced
+from tpkernels.planning.styles import Channels, PartNorm, Replicate, Row, Sliced
 from tpkernels.sharding.same_bits import check_styles
 from tpkernels.testing.spawn import Pools
 
@@ -28,6 +28,9 @@ PAIRS = {
     "bottleneck": ("layers.0 layers.3", "layers.1"), "grouped": ("0 7", "1 3"), "transposed": ("0 3", "1"),
     "squeezed": ("expand reduce gate project", "depthwise norms.0 norms.1"), "one dimension": ("1 4", "2"),
     "three dimensions": ("1 4", "2"), "head": ("0", "1"),
+    "conformer": ("1.expand 1.project 2.expand 2.project", "1.depthwise 1.norm 2.depthwise 2.norm"),
+    "layer norm": ("1.expand 1.project", "1.depthwise"), "in three": ("first second", ""), "gated rows": ("0 2", ""),
+    "snake": ("2.layers.1 2.layers.3 3.layers.1 3.layers.3", "2.layers.2 3.layers.2"),
 }  # fmt: skip
 """By model: the convolutions that are cut in pairs, and what is cut between them."""
 
@@ -50,6 +53,13 @@ def test_a_convolution_gives_its_channels_to_one_that_sums_them(name: str) -> No
     if name == "squeezed":
         assert plan.attributes == {"depthwise.groups": (13, (5, 5, 3))}
         assert plan["depthwise"].parameters[0].local_shapes == ((5, 1, 3, 3), (5, 1, 3, 3), (3, 1, 3, 3))
+    if name == "conformer":
+        assert plan["1.expand"].style == Channels(gather_output=False, segments=(3, 3))
+    if name == "layer norm":
+        assert plan["1.norm"].style == PartNorm(1e-5, centred=True)
+    if name == "snake":
+        assert plan["2.layers.2"].style == Sliced((("alpha", 1),))
+        assert plan["1"].reason == "by its output channels, gathered"
     if name == "head":
         assert plan["5"].style == Row()
     if name == "basic":
@@ -62,6 +72,17 @@ def test_a_convolution_gives_its_channels_to_one_that_sums_them(name: str) -> No
 def test_what_only_looks_like_a_pair_is_gathered(name: str) -> None:
     plan = planned(name, 2)
     assert paired(plan) == "" and not any(isinstance(entry.style, Sliced) for entry in plan.entries)
+
+
+@pytest.mark.cpu
+def test_a_plan_says_why_a_convolution_is_in_no_pair() -> None:
+    for name, convolution, why in (
+        ("literal sizes", "first", "with one rank's sizes the model raises RuntimeError: split_with_sizes"),
+        ("halves of halves", "3", "aten.glu: [0:6] of a dimension cut as [12] is not a number of parts"),
+        ("wide", "2", "a pair would send more than each layer by itself does"),
+    ):
+        reason = planned(name, 2)[convolution].reason
+        assert reason.startswith(f"by its output channels, gathered (not in a pair: {why}"), name
 
 
 @pytest.mark.cpu
@@ -87,11 +108,19 @@ def test_overrides_keep_a_pair_apart_and_cannot_ask_for_half_of_one() -> None:
         planned("basic", 2, overrides={"0.layers.0": GIVES})
     with pytest.raises(ValueError, match="not both"):
         Channels(gather_output=False, inputs=True)
+    with pytest.raises(ValueError, match="segments are of a convolution that gives"):
+        Channels(segments=(3, 3))
     for module, options, why in (
         (nn.Conv1d(4, 6, 3, groups=2), {"inputs": True}, "has 2 groups"),
         (nn.Conv1d(2, 6, 3), {"inputs": True}, r"takes too few channels \(2\) for 3 ranks"),
         (nn.Conv1d(6, 2, 3), {"inputs": False}, r"has too few channels \(2\) for 3 ranks"),
         (nn.utils.parametrizations.weight_norm(nn.Conv1d(6, 6, 3)), {"inputs": False}, "a norm makes"),
+        (nn.Conv1d(6, 6, 3), {"inputs": False, "segments": (3, 4)}, r"segments \[3, 4\] do not make up"),
+        (
+            nn.Conv1d(6, 6, 3),
+            {"inputs": False, "segments": (2, 4)},
+            r"too few channels in one of its segments \[2, 4\]",
+        ),
     ):
         assert re.search(why, why_not_paired(module, 3, **options) or "it can be cut"), why
 
@@ -119,10 +148,19 @@ def step(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     y.backward(torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(7)))
     assert x.grad is not None
     found = {"y": y.detach(), "dx": x.grad}
-    found |= {f"d{name}": gathered(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    found |= joined(model, {f"d{name}": gathered(p.grad) for name, p in model.named_parameters() if p.grad is not None})
     with torch.no_grad():
         found["later"] = model.eval()(x)
     return found | {name: gathered(buffer) for name, buffer in model.named_buffers()}
+
+
+def joined(model: nn.Module, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Those of the parts of a parameter in one, under its name."""
+    for path, module in model.named_modules():
+        tell = getattr(module, "packed_parameters", None)
+        for name, (dim, parts) in (tell() if callable(tell) else {}).items():
+            gradients[f"d{path}.{name}"] = torch.cat([gradients.pop(f"d{path}.{part}") for part in parts], dim)
+    return gradients
 
 
 def differing(what: str, found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
@@ -166,14 +204,32 @@ def by_hand() -> list[str]:
     assert "shards=" in repr(model[0]) and "shards=" in repr(model[2])  # type: ignore[index]
     with pytest.raises(ValueError, match="spatial dimensions behind"):
         model[2](torch.zeros(2, 7, 8, 8).double())  # type: ignore[index]
-    return differing("by hand", step(model, x), step(plain, x))
+    return differing("by hand", step(model, x), step(plain, x)) + gated_by_hand()
+
+
+def gated_by_hand() -> list[str]:
+    """A first one of two segments, whose parts are initialised anew and read as one weight."""
+    torch.manual_seed(3)
+    plain: Any = nn.Sequential(nn.ConvTranspose1d(3, 10, 2), nn.GLU(1), nn.Conv1d(5, 2, 1)).double()
+    model: Any = tpk.parallelize(
+        copy.deepcopy(plain), tp_mesh(), {"0": Channels(gather_output=False, segments=(5, 5)), "2": TAKES}
+    )
+    for one in (model, plain):
+        torch.manual_seed(4)
+        one[0].reset_parameters()
+    assert "segments=5/5" in repr(model[0]) and isinstance(model[0], nn.ConvTranspose1d)
+    first: Any = model[0]
+    assert first.weight.shape == (3, 10, 2) and first.bias.shape == (10,)
+    x = torch.randn(2, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    wrong = differing("gated by hand", step(model, x), step(plain, x))
+    return wrong + differing("state of it", tpk.full_state_dict(model), plain.state_dict())
 
 
 @pytest.mark.gloo
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("world", [3, 2])
 def test_values_gradients_and_buffers_are_those_of_the_whole_model(ranks: Pools, world: int, full: bool) -> None:
-    names = list(CUT) if full else ["basic", "squeezed", "one dimension", "head"]
+    names = list(CUT) if full else ["basic", "squeezed", "one dimension", "head", "conformer", "snake"]
     assert ranks(world).run(compare, names, timeout=LIMIT_S) == [[]] * world
     assert ranks(world).run(by_hand, timeout=LIMIT_S) == [[]] * world
 
@@ -181,7 +237,7 @@ def test_values_gradients_and_buffers_are_those_of_the_whole_model(ranks: Pools,
 def over_replicas() -> list[str]:
     """Two replicas of two ranks, which share the parameters and have the same batch."""
     mesh, wrong = tpk.init(dp=2, tp=2), []
-    for name in ("basic", "squeezed"):
+    for name in ("basic", "squeezed", "conformer", "snake"):
         plain, x = made(name), inputs(name)
         model = tpk.parallelize(copy.deepcopy(plain), mesh, example_inputs=x)
         units = [one for one in model.children() if not isinstance(one, nn.ModuleList)]

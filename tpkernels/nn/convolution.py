@@ -50,6 +50,7 @@ __all__ = [
     "convolve",
     "cut_channels",
     "cut_kind",
+    "fresh_like",
     "is_convolution",
     "own_code",
     "why_not_cut",
@@ -240,16 +241,21 @@ def _refuse(mesh: DeviceMesh, message: str) -> NoReturn:
     raise ValueError(message)
 
 
+def fresh_like(convolution: Any, weight: Tensor, *, bias: bool) -> nn.Module:
+    """A whole one of torch's with new weights, where ``weight`` is and of its dtype."""
+    base: Any = next(base for base in _BASES if isinstance(convolution, base))
+    fresh: nn.Module = base(
+        convolution.in_channels, convolution.out_channels, convolution.kernel_size, groups=convolution.groups,
+        bias=bias, device=weight.device, dtype=weight.dtype,
+    )  # fmt: skip
+    return fresh
+
+
 def _reset_parameters(self: Any) -> None:
     """Initialise anew as torch does, equal to it under the first rank's seed; all ranks call it."""
     weight, bias = _stored(self), self._parameters["bias"]
-    base: Any = next(base for base in _BASES if isinstance(self, base))
-    fresh = base(
-        self.in_channels, self.out_channels, self.kernel_size, groups=self.groups, bias=bias is not None,
-        device=weight.device, dtype=weight.dtype,
-    )  # fmt: skip
     with torch.no_grad():
-        for name, parameter in fresh.named_parameters():
+        for name, parameter in fresh_like(self, weight, bias=bias is not None).named_parameters():
             if name in self._parameters:  # torch leaves a weight alone that is made of others
                 placement, mesh = self._parameters[name].placements[-1], mesh_of(weight)
                 whole = not isinstance(placement, Shard)

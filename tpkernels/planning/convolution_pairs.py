@@ -3,7 +3,8 @@
 It owns the choice.  Groups are those of the data flow (:func:`find_groups`), with convolutions among their layers.  One
 is a candidate if a rank sends no more than it does where each of its layers is cut by itself, by the bytes that the
 plan would say; those that save most are taken first, and a layer is in at most one.  What stands between is proven by
-a replay within the module around the group; :mod:`tpkernels.planning.proofs` proves all of them on the whole model.
+a replay within the module around the group (:mod:`tpkernels.planning.pair_proofs`);
+:mod:`tpkernels.planning.proofs` proves all of them on the whole model.
 """
 
 from __future__ import annotations
@@ -13,88 +14,101 @@ from typing import Any
 
 from tpkernels.ops.checks import DTYPES
 from tpkernels.planning.convolution_entries import channel_cuts, convolution_traffic
+from tpkernels.planning.hypotheses import Proof
 from tpkernels.planning.layer_groups import Group, find_groups
+from tpkernels.planning.pair_proofs import moved, prove
 from tpkernels.planning.plan_entries import traffic_of
-from tpkernels.planning.replay import Replay
-from tpkernels.planning.roles import Role, unlike_ranks
 from tpkernels.planning.row_counts import elements_in, untrained_in
 from tpkernels.planning.search import Search
+from tpkernels.planning.session import Scope
 from tpkernels.planning.shadow import Shadow
 from tpkernels.planning.single_layers import by_rule
-from tpkernels.planning.splits import Unproven, share
+from tpkernels.planning.splits import Unproven
 from tpkernels.planning.styles import Channels, Column, Row, Style
 from tpkernels.planning.trace import Recording
 
-__all__ = ["MOST_LAYERS", "GIVES", "TAKES", "find_pairs", "roles_of"]
+__all__ = ["GIVES", "MOST_LAYERS", "TAKES", "find_pairs"]
 
 MOST_LAYERS = 8
 """Of a group; larger ones are residual streams, which stay whole."""
 GIVES, TAKES = Channels(gather_output=False), Channels(inputs=True)
 
 
-def roles_of(group: Group, shadow: Shadow, number: int = 0) -> dict[str, Role]:
-    """Each layer cut in one piece, by its output or input channels or features."""
-    found = {name: Role("column", (shadow.sizes[name].out_features,), number) for name in group.columns}
-    return found | {name: Role("row", (shadow.sizes[name].in_features,), number) for name in group.rows}
-
-
 def find_pairs(
     search: Search, recording: Recording, world_size: int, excluded: Container[str]
-) -> tuple[list[Group], dict[Group, Unproven]]:
+) -> tuple[dict[Group, Proof], dict[Group, Unproven]]:
     """Groups that are proven within the modules around them, and why others are not.
 
-    ``excluded``: layers that are cut with others already, or may not be.
+    ``excluded``: layers, and modules with parameters, that are cut with others already, or may not be.
     """
     shadow, bytes_of = search.shadow, _Bytes(search.shadow, recording, world_size)
     saved: dict[Group, int] = {}
-    for group in find_groups(recording, convolutions=True):
-        if len(group.layers) <= MOST_LAYERS and not any(
-            _is_barred(n, shadow, recording, excluded) for n in group.layers
-        ):
-            saved[group] = sum(bytes_of.alone(name) - bytes_of.in_pair(name, group) for name in group.layers)
-    found: list[Group] = []
     refused: dict[Group, Unproven] = {}
-    known: dict[Any, Unproven | None] = {}
-    used: set[str] = set()
+    for group in find_groups(recording, convolutions=True):
+        barred = next((why for n in group.layers if (why := _why_barred(n, shadow, recording, excluded))), None)
+        if len(group.layers) > MOST_LAYERS:
+            refused[group] = Unproven(f"a stream of {len(group.layers)} layers stays whole")
+        elif barred is not None:
+            refused[group] = Unproven(barred)
+        else:
+            saved[group] = sum(bytes_of.alone(name) - bytes_of.in_pair(name, group) for name in group.layers)
+    found: dict[Group, Proof] = {}
+    known: dict[Any, tuple[Group, Scope, Proof] | Unproven] = {}
+    taken: dict[str, Group] = {}
     for group in sorted(saved, key=lambda group: -saved[group]):
-        if used & {*group.layers}:
+        if used := taken.keys() & {*group.layers}:
+            refused[group] = Unproven(f"{min(used)} is in another pair")
             continue
         if saved[group] < 0:
             refused[group] = Unproven("a pair would send more than each layer by itself does")
             continue
         try:
-            key = search.signature(group, search.scope_of(group))
-            if key not in known:
-                known[key] = _why_not(search, recording, group, world_size)
-            error = known[key]
-        except Unproven as unproven:
-            error = unproven
-        if error is None:
-            found.append(group)
-            used |= {*group.layers}
-        else:
+            proof = _proof(search, recording, group, world_size, excluded, known)
+        except Unproven as error:
             refused[group] = error
+            continue
+        found[group] = proof
+        taken |= dict.fromkeys(group.layers, group)
     return found, refused
 
 
-def _is_barred(name: str, shadow: Shadow, recording: Recording, excluded: Container[str]) -> bool:
-    """Whether the layer cannot be cut with others."""
-    if name in excluded or name in recording.called_otherwise or name in recording.direct:
-        return True
+def _proof(
+    search: Search, recording: Recording, group: Group, world_size: int, excluded: Container[str],
+    known: dict[Any, tuple[Group, Scope, Proof] | Unproven],
+) -> Proof:  # fmt: skip
+    """One that was found for a group like it, or a new one.
+
+    Raises:
+        Unproven: there is none.
+    """
+    scope = search.scope_of(group)
+    key = search.signature(group, scope)
+    if key not in known:
+        try:
+            known[key] = group, scope, prove(search, recording, group, world_size)
+        except Unproven as error:
+            known[key] = error
+    first = known[key]
+    if isinstance(first, Unproven):
+        raise first
+    proof = moved(first, group, scope)
+    for owner in (name.rpartition(".")[0] for name in proof.slices):
+        if owner in excluded:
+            raise Unproven(f"{owner} stays whole, or is cut with others")
+    return proof
+
+
+def _why_barred(name: str, shadow: Shadow, recording: Recording, excluded: Container[str]) -> str | None:
+    """Why the layer cannot be cut with others, if so."""
+    if name in excluded:
+        return f"{name} stays whole, or is cut with others"
+    if name in recording.called_otherwise:
+        return f"{name} is called with more than a tensor, or inside of a module that needs values"
+    if name in recording.direct or name in recording.rows_unknown:
+        return f"{name} is used by code past it, or inside of a module that needs values"
     weight: Any = shadow.modules[name].weight
-    return weight.dtype not in DTYPES or shadow.sizes[name].kind == "embedding" or name in recording.rows_unknown
-
-
-def _why_not(search: Search, recording: Recording, group: Group, world_size: int) -> Unproven | None:
-    """What a replay within the module around the group says against it."""
-    roles, scope = roles_of(group, search.shadow), search.scope_of(group)
-    if any(0 in share(size, world_size) for role in roles.values() for size in role.segments):
-        return Unproven(f"there are fewer channels than {world_size} ranks")
-    try:
-        for rank in unlike_ranks(roles, world_size):
-            Replay(search.shadow, recording, roles, {}, world_size, rank).run_scope(scope)
-    except Unproven as error:
-        return error
+    if weight.dtype not in DTYPES or shadow.sizes[name].kind == "embedding":
+        return f"{name} is a table, or has weights of {weight.dtype}"
     return None
 
 

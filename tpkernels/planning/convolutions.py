@@ -22,10 +22,11 @@ from tpkernels.nn.normed_weight import weight_norm_of
 from tpkernels.nn.paired_convolution import why_not_paired
 from tpkernels.planning.convolution_entries import NORMED
 from tpkernels.planning.example_inputs import Observation
+from tpkernels.planning.layer_groups import Group
 from tpkernels.planning.own_code import calls_super
 from tpkernels.planning.plan_entries import Chosen
 from tpkernels.planning.source_reads import maybe_read
-from tpkernels.planning.splits import degrees, divisor
+from tpkernels.planning.splits import Unproven, degrees, divisor
 from tpkernels.planning.styles import Channels, Replicate
 from tpkernels.planning.whole_in_out import READ
 
@@ -39,10 +40,11 @@ def convolution_choices(
     read: Container[str],
     tied: Container[str],
     observation: Observation | None,
+    unpaired: Mapping[Group, Unproven],
 ) -> dict[str, Chosen]:
     """What happens to torch's convolutions for which nothing is ``chosen`` yet.
 
-    ``read``: modules whose parameters are read past them.
+    ``read``: modules whose parameters are read past them; ``unpaired``: why groups of layers are not cut in pairs.
 
     Raises:
         ValueError: an override asks for channels of a module that cannot be cut so.
@@ -57,16 +59,26 @@ def convolution_choices(
         called = set()
     unseen = maybe_read(modules[""]) if not convolutions.keys() <= called else {}
     found: dict[str, Chosen] = {}
+    alone = _why_alone(unpaired)
     for name, module in convolutions.items():
         why = _why_not(module, divisor(world_size), degrees()) or _why_whole(name, module, read, tied)
         if why is None and name not in called and name in unseen:
             why = f"has a weight that the code of {unseen[name]} may use without calling the module"
-        cut = Chosen(Channels(), "rule", "by its output channels, gathered")
+        cut = Chosen(Channels(), "rule", f"by its output channels, gathered{alone.get(name, '')}")
         found[name] = cut if why is None else Chosen(Replicate(), "default", why)
     for name, choice in (chosen | found).items():
         if isinstance(modules[name], _ConvNd) and weight_norm_of(modules[name]) is not None:
             inner = f"{name}.{NORMED}" if name else NORMED
             found[inner] = replace(choice, reason=f"makes the weight of {name}: {choice.reason}")
+    return found
+
+
+def _why_alone(unpaired: Mapping[Group, Unproven]) -> dict[str, str]:
+    """For each layer: why the smallest group that it could have been cut with is not."""
+    found: dict[str, str] = {}
+    for group, error in sorted(unpaired.items(), key=lambda item: len(item[0].layers)):
+        for name in group.layers:
+            found.setdefault(name, f" (not in a pair: {error.reason})")
     return found
 
 
@@ -76,7 +88,7 @@ def check_channels(
     """Refuse to cut ``module`` by channels where that cannot be done."""
     why = _why_not(module, world_size, same_bits)
     if style is not None and style.paired:
-        why = why_not_paired(module, world_size, inputs=style.inputs)
+        why = why_not_paired(module, world_size, inputs=style.inputs, segments=style.segments)
     if why is not None:
         raise ValueError(f"module {name!r} is a {type(module).__name__} that cannot be cut by channels: it {why}")
 

@@ -203,7 +203,7 @@ def _cut(
     features: tuple[int, ...] = ()
     if dim is not None:
         features = held(shape[dim], world_size)
-        if isinstance(style, Column | Row | Heads):
+        if isinstance(style, Column | Row | Heads | Channels):
             features = style.local_features(shape[dim], world_size)
     for rank in range(world_size):
         local = list(shape)

@@ -24,7 +24,7 @@ from tpkernels.planning.hypotheses import Attributes, Proof, Slice
 from tpkernels.planning.inner_blocks import find_inner_blocks
 from tpkernels.planning.kept_layers import kept_layers
 from tpkernels.planning.layers import Layer, layer_of, own_base
-from tpkernels.planning.pair_choices import numbers_by_channel, pair_choices, refuse_by_hand
+from tpkernels.planning.pair_choices import numbers_by_channel, pair_choices, refuse_by_hand, seen_elsewhere
 from tpkernels.planning.plan import NO_DATA_FLOW, STRATEGIES, ShardingPlan
 from tpkernels.planning.plan_entries import Chosen, make_entries
 from tpkernels.planning.proofs import SMALL_GROUP, Decision, decide
@@ -166,7 +166,9 @@ class _Planner:
         for name in self.feeders:
             self.chosen[name] = sums_its_gradient(self.chosen[name])
         self.chosen |= attention_choices(self.modules, self.chosen, self.world_size, read, tied)
-        self.chosen |= convolution_choices(self.modules, self.chosen, self.world_size, read, tied, self.observation)
+        self.chosen |= convolution_choices(
+            self.modules, self.chosen, self.world_size, read, tied, self.observation, self.decision.unpaired
+        )
         if self.observation is not None:
             self.chosen |= experts_choices(self.observation, self.chosen, self.world_size, tied, way=experts)
         self._untie()
@@ -267,6 +269,7 @@ class _Planner:
         excluded |= {
             name: "has a tied weight" for name in self._tied() if name in self.layers or self._by_channels(name)
         }
+        excluded |= seen_elsewhere(self.observation, self.model)
         excluded |= {name: OWN_CODE for name in self.layers if own_base(self.modules[name]) in self.by_itself}
         loose: dict[str, Role] = {}
         style: Style
@@ -335,8 +338,7 @@ class _Planner:
     def _decide(self, excluded: Mapping[str, str], loose: Mapping[str, Role]) -> Decision:
         assert self.observation is not None
         whole_stream = nn.Linear not in self.by_itself  # else what a feeder gives would be cut along the sequence
-        pairs = whole_stream and self.observation.followed
-        return decide(self.observation, self.world_size, excluded, loose, feeders=whole_stream, pairs=pairs)
+        return decide(self.observation, self.world_size, excluded, loose, feeders=whole_stream, pairs=whole_stream)
 
     def _by_channels(self, name: str) -> bool:
         shadow = self.observation.shadow if self.observation is not None else None

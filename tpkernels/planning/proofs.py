@@ -15,10 +15,11 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
-from tpkernels.planning.convolution_pairs import find_pairs, roles_of
+from tpkernels.planning.convolution_pairs import find_pairs
 from tpkernels.planning.example_inputs import Observation
 from tpkernels.planning.hypotheses import Attributes, Proof, Whole
 from tpkernels.planning.layer_groups import Group, find_groups
+from tpkernels.planning.pair_proofs import roles_of
 from tpkernels.planning.part_norms import KnownNorm, find_norms
 from tpkernels.planning.replay import Replay, Role, unlike_ranks
 from tpkernels.planning.search_again import SearchAgain
@@ -42,7 +43,7 @@ class Decision:
     refused: dict[Group, Unproven] = field(default_factory=dict)
     norms: dict[str, KnownNorm] = field(default_factory=dict)
     """Norms over features that are cut."""
-    pairs: list[Group] = field(default_factory=list)
+    pairs: dict[Group, Proof] = field(default_factory=dict)
     """Groups of convolutions, and of layers beside them, that are cut by channels;"""
     unpaired: dict[Group, Unproven] = field(default_factory=dict)
     """why others are not."""
@@ -283,14 +284,15 @@ class _Decider:
 
     def _pair_convolutions(self) -> None:
         """Cut convolutions in pairs as well, as far as that holds on the whole model beside what does already."""
-        proven, pairs = self.decision.proven, list[Group]()
+        proven, pairs = self.decision.proven, dict[Group, Proof]()
         barred = {*self.excluded, *self.forced, *self.decision.adapters}
         barred |= {name for group, proof in proven.items() for name in (*group.layers, *proof.feeders)}
+        barred |= {name.rpartition(".")[0] for proof in proven.values() for name in proof.slices}
         for mode, recording in self.observation.firsts:
             self.shadow.set_mode(mode)
             search = SearchAgain(self.shadow, recording, self.world_size)
             found, refused = find_pairs(search, recording, self.world_size, barred)
-            pairs += found
+            pairs |= found
             self.decision.unpaired |= refused
             barred |= {name for group in found for name in group.layers}
         while pairs:
@@ -304,7 +306,7 @@ class _Decider:
                 guilty, error = set(blamed.groups), blamed.error
             wrong = [group for index, group in enumerate(pairs, start=len(proven)) if index in guilty] or pairs
             self.decision.unpaired |= dict.fromkeys(wrong, error)
-            pairs = [group for group in pairs if group not in wrong]
+            pairs = {group: proof for group, proof in pairs.items() if group not in wrong}
         self.decision.pairs = pairs
 
     def _half_partial(self, replay: Replay) -> set[int]:
@@ -320,18 +322,18 @@ class _Decider:
                 blamed |= replay.partial_groups[name]
         return blamed
 
-    def _replay(self, proofs: Mapping[Group, Proof], pairs: Sequence[Group] = ()) -> Replay:
+    def _replay(self, proofs: Mapping[Group, Proof], pairs: Mapping[Group, Proof] | None = None) -> Replay:
         """Replay the whole model in every mode; the result knows what all of these replays have found.
 
         Raises:
             _Blamed: it does not hold.
         """
         try:
-            return self._replay_modes(proofs, pairs)
+            return self._replay_modes(proofs, pairs or {})
         finally:
             self.shadow.set_mode(self.observation.mode)
 
-    def _replay_modes(self, proofs: Mapping[Group, Proof], pairs: Sequence[Group]) -> Replay:
+    def _replay_modes(self, proofs: Mapping[Group, Proof], pairs: Mapping[Group, Proof]) -> Replay:
         roles: dict[str, Role] = {}
         attributes: Attributes = {}
         whole: Whole = {}
@@ -344,8 +346,8 @@ class _Decider:
             attributes |= proof.attributes
             whole |= proof.whole_attributes
             widths |= {name: sum(proof.segments[name]) for name in proof.copies}
-        for number, group in enumerate(pairs, start=len(proofs)):
-            roles |= roles_of(group, self.shadow, number)
+        for number, (group, proof) in enumerate(pairs.items(), start=len(proofs)):
+            roles |= roles_of(group, self.shadow, proof, number)
         count = len(proofs) + len(pairs)
         for name, role in self.forced.items():
             roles.setdefault(name, replace(role, group=count))

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from tpkernels.planning.gate_rules import glu
 from tpkernels.planning.op_call import Answer, Call, pointwise
 from tpkernels.planning.splits import Split, Unproven, through_view
 
@@ -170,7 +171,7 @@ def _repeat_interleave(call: Call) -> Answer:
 
 
 def _along(position: int, name: str) -> Callable[[Call], Answer]:
-    """Ops that work along one dimension and keep the shape: softmax, cumulative sums, glu."""
+    """Ops that work along one dimension and keep the shape: softmax, cumulative sums."""
 
     def rule(call: Call) -> Answer:
         call.same((position, name))
@@ -403,7 +404,7 @@ _AROUND: dict[str, Callable[[Call], Answer]] = {
     "chunk": _pieces, "unbind": _unbind, "cat": _cat, "stack": _stack, "repeat": _repeat,
     "repeat_interleave": _repeat_interleave,
     "_softmax": _along(1, "dim"), "_log_softmax": _along(1, "dim"), "_safe_softmax": _along(1, "dim"),
-    "softmax": _along(1, "dim"), "cumsum": _along(1, "dim"), "flip": _reduce,
+    "softmax": _along(1, "dim"), "cumsum": _along(1, "dim"), "flip": _reduce, "glu": glu,
     "sum": _reduce, "mean": _reduce, "amax": _reduce, "amin": _reduce, "var": _reduce, "std": _reduce,
     "var_mean": _reduce, "logsumexp": _reduce, "linalg_vector_norm": lambda call: _vector_norm(call),
     "native_layer_norm": _norm, "_fused_rms_norm": _norm, "rms_norm": _norm,

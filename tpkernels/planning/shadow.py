@@ -13,7 +13,7 @@ import functools
 import logging
 import threading
 import types
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -79,7 +79,7 @@ class Shadow:
     """Modules that work on each channel by itself, and stay whole."""
     convolutions: Mapping[str, Layer] = MappingProxyType({})
     """Those over all channels."""
-    by_channel: Container[str] = frozenset()
+    by_channel: Collection[str] = frozenset()
     """What works on each channel by itself."""
 
     def __init__(self, model: nn.Module, caches: Caches, experts: Mapping[str, KnownExperts] = experts) -> None:

@@ -224,7 +224,7 @@ def parallelize(
         call_inner(outer, inner.rpartition(".")[2])
     for convolution, channels in convolutions:
         if channels.paired:
-            pair_channels(convolution, tp, inputs=channels.inputs)
+            pair_channels(convolution, tp, inputs=channels.inputs, segments=channels.segments)
         else:
             cut_channels(convolution, tp)
     call_cut_layers(model, [old for old, _ in replacements])

@@ -21,7 +21,7 @@ from tpkernels.nn.copied_heads import CopiedHeadsLinear
 from tpkernels.nn.feature_embedding import FeatureParallelEmbedding
 from tpkernels.nn.multihead import ParallelMultiheadAttention
 from tpkernels.nn.packed import PackedColumnParallelLinear
-from tpkernels.nn.paired_convolution import gives_channels, takes_channels
+from tpkernels.nn.paired_convolution import gives_channels, segments_given, takes_channels
 from tpkernels.nn.row import RowParallelLinear
 from tpkernels.nn.sliced import read_packed, sliced_parameters
 from tpkernels.partition import chunk_sizes
@@ -99,7 +99,8 @@ class Followed(AbstractContextManager["Followed"]):
             return
         if gives_channels(module):
             channels = output.dim() - len(module.kernel_size) - 1  # type: ignore[arg-type]
-            self.parts.mark(output, frozenset([Split(channels, (output.shape[channels],))]))
+            sizes = segments_given(module) or (output.shape[channels],)
+            self.parts.mark(output, frozenset([Split(channels, sizes)]))
         elif takes_channels(module):
             self._check_row(module, -1 - len(module.kernel_size), x)  # type: ignore[arg-type]
         elif isinstance(module, _NormBase) or (
