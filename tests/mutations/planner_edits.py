@@ -19,6 +19,7 @@ MERGED = "tests/integrations/transformers/test_peft.py -k alone"
 
 ALONE, VALUES = "tests/planning/test_why_alone.py", "tests/planning/test_known_values.py"
 FOLLOWED, STATE = "tests/planning/test_followed.py", "tests/planning/test_module_state.py"
+RESPONSE = "tests/planning/test_response_norm.py"
 
 PLANNER = (
     Edit("planning/shadow.py", "put(self.modules, noting.before)", "pass", f"{STATE} -k 'table or buffer'"),
@@ -50,8 +51,19 @@ PLANNER = (
     Edit("nn/shown_width.py", "self._shown = self._whole = None", "pass", f"{WIDTHS} -k whole_tensor"),
     Edit("planning/source_reads.py", 'node.func.id == "isinstance"', "False", f"{FOLLOWED} -k whoever"),
     Edit("planning/source_reads.py", "return [node.left]", "return []", f"{FOLLOWED} -k whoever"),
-    Edit("planning/part_norms.py", "(norm.centred and degrees())", "False", f"{HEADS} -k in_no_blocks"),
+    Edit(
+        "planning/part_norms.py", "((norm.centred or norm.response) and degrees())", "False", f"{HEADS} -k in_no_blocks"
+    ),
     Edit("planning/gradients.py", '{f"{name}.weight", f"{name}.bias"}', '{f"{name}.weight"}', f"{HEADS} -k looks_so"),
+    Edit("planning/part_norms.py", "norm.centred or norm.response", "norm.centred", f"{RESPONSE} -k in_no_blocks"),
+    Edit("planning/replay.py", "x.dim() == 4 or not", "True or not", f"{RESPONSE} -k looks_like"),
+    Edit("planning/row_counts.py", "known is not None and known.response", "False", f"{RESPONSE} -k of_all_ranks"),
+    Edit(
+        "nn/part_norm.py",
+        "copy_to_group(all_reduce(sizes, mesh), mesh)",
+        "all_reduce(sizes, mesh)",
+        f"{RESPONSE} -k values",
+    ),
     Edit("nn/part_norm.py", "variances + (means - mean).square()", "variances", TRAINED),
     Edit("nn/part_norm.py", "(moments, mesh)", "(moments, mesh, replicated_grad=True)", TRAINED),
     Edit("sharding/part_tracking.py", 'name == "all_gather" and not args[4]', "False", TRAINED),

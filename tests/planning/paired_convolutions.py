@@ -92,8 +92,9 @@ class OtherGates(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         gates = self.gates(x)
         first, second = gates.chunk(2, 1)
-        y: Tensor = self.gated(nn.functional.glu(torch.cat((self.values(x), gates), 1), 1))
-        return y + self.added(first + second)
+        gated = self.gated(nn.functional.glu(torch.cat((self.values(x), gates), 1), 1))
+        y: Tensor = gated + self.added(first + second)
+        return y
 
 
 class Reading(nn.Module):

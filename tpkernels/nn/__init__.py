@@ -21,7 +21,7 @@ from tpkernels.nn.mlp import ParallelMLP
 from tpkernels.nn.multihead import ParallelMultiheadAttention
 from tpkernels.nn.norm import LayerNorm, RMSNorm
 from tpkernels.nn.packed import PackedColumnParallelLinear
-from tpkernels.nn.part_norm import PartLayerNorm, PartRMSNorm
+from tpkernels.nn.part_norm import PartLayerNorm, PartResponseNorm, PartRMSNorm
 from tpkernels.nn.random import Dropout, check_rng, sharded_rng
 from tpkernels.nn.replicated import replicate_parameters
 from tpkernels.nn.rotary import apply_rotary
@@ -44,6 +44,7 @@ __all__ = [
     "ParallelMultiheadAttention",
     "PartLayerNorm",
     "PartRMSNorm",
+    "PartResponseNorm",
     "RMSNorm",
     "RowParallelLinear",
     "VocabParallelEmbedding",

@@ -18,8 +18,14 @@ Layer norm (the feed-forward block of Kosmos-2.5, EVA-02)::
 Variances are joined as Chan, Golub and LeVeque do (1979), because the difference of the mean of squares and the square
 of the mean would cancel.
 
-In fp32 (fp64 for fp64), rounded once.  Weight and bias are DTensors, ``Shard(0)``; their gradients are complete on each
-rank.
+Global response norm (ConvNeXt V2), of images ``[N, H, W, features]``::
+
+    g_r = |x_r| over all places of an image        [N, 1, 1, features_r]
+    m   = sum over ranks of sum(g_r) / features    one number per image: an all-reduce forward and one backward
+    y_r = x_r * g_r / (m + epsilon) * weight_r + bias_r + x_r
+
+In fp32 (fp64 for fp64), rounded once.  Weight and bias are DTensors, cut in their last dimension; their gradients are
+complete on each rank.
 """
 
 from __future__ import annotations
@@ -37,7 +43,16 @@ from tpkernels.nn.parameters import local, mesh_of, shard_parameter, tp_mesh
 from tpkernels.ops import all_gather, all_reduce, copy_to_group
 from tpkernels.partition import chunk_sizes
 
-__all__ = ["GATES", "PartLayerNorm", "PartRMSNorm", "layer_norm", "rms_norm"]
+__all__ = [
+    "GATES",
+    "PartLayerNorm",
+    "PartRMSNorm",
+    "PartResponseNorm",
+    "layer_norm",
+    "part_norm",
+    "response_norm",
+    "rms_norm",
+]
 
 GATES = ("", "before", "after")
 
@@ -82,9 +97,36 @@ def layer_norm(
     return y if bias is None else y + bias
 
 
+def response_norm(
+    weight: Tensor,
+    bias: Tensor | None,
+    x: Tensor,
+    *,
+    epsilon: float,
+    summed: Callable[[Tensor], Tensor] = lambda sizes: sizes,
+    features: int = 0,
+) -> Tensor:
+    """The equation above in the dtype of what is given; ``summed`` is given each image's sum of norms."""
+    sizes = torch.linalg.vector_norm(x, dim=tuple(range(1, x.dim() - 1)), keepdim=True)
+    mean = summed(sizes.sum(-1, keepdim=True)) / (features or x.shape[-1])
+    y = weight * (x * (sizes / (mean + epsilon))) + x
+    return y if bias is None else y + bias
+
+
+def part_norm(
+    norm: nn.Module, group: GroupLike, *, epsilon: float, gate: str = "", centred: bool = False, response: bool = False
+) -> nn.Module:
+    """The one of these that ``norm`` computes: a layer norm if ``centred``, a global response norm if ``response``."""
+    if response:
+        return PartResponseNorm.from_norm(norm, group, epsilon=epsilon)
+    if centred:
+        return PartLayerNorm.from_norm(norm, group, epsilon=epsilon)
+    return PartRMSNorm.from_norm(norm, group, epsilon=epsilon, gate=gate)
+
+
 def _check(weight: Tensor, mesh: DeviceMesh, epsilon: float) -> None:
-    if 0 in chunk_sizes(weight.shape[0], mesh.size()):
-        raise ValueError(f"{weight.shape[0]} features leave some of {mesh.size()} ranks without any")
+    if 0 in chunk_sizes(weight.shape[-1], mesh.size()):
+        raise ValueError(f"{weight.shape[-1]} features leave some of {mesh.size()} ranks without any")
     if not epsilon > 0:
         raise ValueError(f"epsilon must be positive, got {epsilon}")
 
@@ -230,3 +272,69 @@ class PartLayerNorm(nn.Module):
 
     def extra_repr(self) -> str:
         return f"features={self.features}, epsilon={self.epsilon}, bias={self.bias is not None}"
+
+
+class PartResponseNorm(nn.Module):
+    """x and y ``[N, H, W, features_r]``: this rank's part of the last dimension, cut as ``torch.chunk`` cuts.
+
+    Examples:
+        >>> norm = tpk.nn.PartResponseNorm.from_norm(grn_of_8_features, mesh["tp"], epsilon=1e-6)
+        >>> norm(torch.ones(2, 3, 3, 4)).shape  # half of 8 features
+        torch.Size([2, 3, 3, 4])
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter
+    features: int
+    epsilon: float
+    _tpk_sliced = ("weight", "bias")
+
+    def __init__(self) -> None:
+        raise TypeError("PartResponseNorm is made by from_norm")
+
+    @classmethod
+    def from_norm(cls, norm: nn.Module, group: GroupLike, *, epsilon: float) -> Self:
+        """The norm with the weight and the bias of ``norm``; ranks whose weights differ take the first one's, or raise.
+
+        Raises:
+            ValueError: it has other parameters than ``weight`` and ``bias`` of shape ``[1, 1, 1, features]``, or fewer
+                features than there are ranks.
+        """
+        mesh, own = tp_mesh(group, norm), dict(norm.named_parameters())
+        shapes = {key: tuple(one.shape) for key, one in own.items()}
+        sizes = {shape[-1:] for shape in shapes.values() if len(shape) == 4 and shape[:-1] == (1, 1, 1)}
+        if list(own) != ["weight", "bias"] or len({*shapes.values()}) > 1 or len(sizes) != 1:
+            raise ValueError(f"{type(norm).__name__} must have weight and bias of [1, 1, 1, features], got {shapes}")
+        _check(own["weight"], mesh, epsilon)
+        module = cls.__new__(cls)
+        nn.Module.__init__(module)
+        module.features, module.epsilon = own["weight"].shape[-1], epsilon
+        for key, held in own.items():
+            module.register_parameter(key, shard_parameter(held, mesh, 3, requires_grad=held.requires_grad))
+        _keep_numbers(module, norm)
+        return module.train(norm.training)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The one-dimensional mesh that the weight lives on."""
+        return mesh_of(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mesh, weight, bias = self.mesh, cast(Tensor, local(self.weight)), cast(Tensor, local(self.bias))
+        if x.dim() != 4 or x.shape[-1] != weight.shape[-1]:
+            raise ValueError(
+                f"PartResponseNorm takes [N, H, W, {weight.shape[-1]}], of {self.features} features, here, got "
+                f"{list(x.shape)}"
+            )
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+
+        def summed(sizes: Tensor) -> Tensor:
+            return copy_to_group(all_reduce(sizes, mesh), mesh) if mesh.size() > 1 else sizes
+
+        y = response_norm(
+            weight.to(dtype), bias.to(dtype), x.to(dtype), epsilon=self.epsilon, summed=summed, features=self.features
+        )
+        return y.to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"features={self.features}, epsilon={self.epsilon}"

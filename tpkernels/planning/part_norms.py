@@ -2,8 +2,9 @@
 
 It owns the candidates.  One is a module with a single parameter, a vector, or two, that is called with one tensor and
 nothing else: with queries or keys (OLMo 2), or with what goes into a row layer (BitNet, Kosmos-2.5); or with that and a
-gate (Mamba 2).  Where the replay meets it with a part, it must be RMS norm (:func:`find_rms`) or layer norm by what its
-own code computes on numbers; the call is then one step, and sums over the features are made over the ranks.
+gate (Mamba 2).  Where the replay meets it with a part, it must be RMS norm (:func:`find_rms`), layer norm or, with two
+parameters ``[1, 1, 1, features]``, global response norm (ConvNeXt V2) by what its own code computes on numbers; the
+call is then one step, and sums over the features are made over the ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from tpkernels.nn.part_norm import layer_norm, rms_norm
+from tpkernels.nn.part_norm import layer_norm, response_norm, rms_norm
 from tpkernels.planning.splits import degrees
 
 __all__ = ["KnownNorm", "NormCall", "find_norms", "find_rms", "may_be_norm", "numbers_in"]
@@ -43,27 +44,38 @@ class NormCall:
 
 
 class KnownNorm(NamedTuple):
-    """RMS norm, or layer norm, as a module computes it."""
+    """RMS norm, layer norm or global response norm, as a module computes it."""
 
     epsilon: float
     gate: str = ""
     """Where the SiLU of the gate is multiplied: "before" the norm, "after" it, or "" where there is none."""
     centred: bool = False
     """Layer norm."""
+    response: bool = False
+    """Global response norm."""
 
 
 def may_be_norm(module: nn.Module) -> bool:
-    """Whether it has one vector for a parameter, or two alike, of which each rank could have a part."""
+    """Whether it has one vector for a parameter, or two alike, of which each rank could have a part.
+
+    Two vectors may be seen as images of one place, ``[1, 1, 1, features]``.
+    """
     own = dict(module.named_parameters())
     vectors = own.keys() in ({"weight"}, {"weight", "bias"}) and own.keys() <= module._parameters.keys()
     alone = not any(True for _ in module.children()) and not any(True for _ in module.buffers())
-    return vectors and alone and own["weight"].dim() == 1 and len({one.shape for one in own.values()}) == 1
+    if not vectors or not alone or len({one.shape for one in own.values()}) > 1:
+        return False
+    return own["weight"].dim() == 1 or (len(own) == 2 and _is_of_images(own["weight"]))
+
+
+def _is_of_images(weight: Tensor) -> bool:
+    return weight.dim() == 4 and weight.shape[:-1] == (1, 1, 1)
 
 
 def find_norms(modules: Mapping[str, nn.Module], calls: Iterable[NormCall]) -> dict[str, KnownNorm]:
-    """Those that are RMS norm or layer norm, and are called in one way.
+    """Those that are one of these norms, and are called in one way.
 
-    With ``same_bits`` layer norms stay whole: their sums are in no blocks.
+    With ``same_bits`` only RMS norms are: the sums of others are in no blocks.
     """
     numbers: dict[str, set[float]] = {}
     given: dict[str, set[int]] = {}
@@ -80,12 +92,16 @@ def find_norms(modules: Mapping[str, nn.Module], calls: Iterable[NormCall]) -> d
         if key not in known:
             known[key] = _find(modules[name], sorted(candidates), gated)
         norm = known[key]
-        if isinstance(norm, KnownNorm) and not (norm.centred and degrees()):
+        if isinstance(norm, KnownNorm) and not ((norm.centred or norm.response) and degrees()):
             found[name] = norm
     return found
 
 
 def _find(module: nn.Module, candidates: Sequence[float], gated: bool) -> KnownNorm | str:
+    weight = module._parameters["weight"]
+    if weight is not None and _is_of_images(weight):
+        ways = [KnownNorm(epsilon, response=True) for epsilon in _epsilons(module, candidates)]
+        return "takes a gate" if gated else _first_right(module, ways, "global response norm")
     first = find_rms(module, candidates, gated=gated)
     return first if isinstance(first, KnownNorm) or gated else _find_layer_norm(module, candidates)
 
@@ -155,9 +171,10 @@ def _computes(module: nn.Module, held: nn.Parameter, norm: KnownNorm) -> bool:
         tiny = torch.finfo(dtype).eps
         for scale in _PROBES:
             # Features with a mean tell RMS norm from layer norm.
-            shape, features = (2, 3, held.shape[0]), held.shape[0]
+            features = held.shape[-1]
+            shape = (2, 3, 2, features) if norm.response else (2, 3, features)
             x = ((torch.randn(shape, generator=generator) + 0.7) * scale).to(dtype)
-            own = [torch.randn(features, generator=generator).to(dtype) for _ in keys]
+            own = [torch.randn(held.shape, generator=generator).to(dtype) for _ in keys]
             dy = torch.randn(shape, generator=generator).to(dtype)
             gates = [torch.randn(shape, generator=generator).to(dtype)] if norm.gate else []
             leaves = [one.requires_grad_() for one in (*own, x, *gates)]
@@ -179,6 +196,8 @@ def _computes(module: nn.Module, held: nn.Parameter, norm: KnownNorm) -> bool:
 
 def _formula(norm: KnownNorm, weight: Tensor, bias: Tensor | None, given: Sequence[Tensor], tiny: float) -> Tensor:
     epsilon = tiny if norm.epsilon == _DEFAULT else norm.epsilon
+    if norm.response:
+        return response_norm(weight, bias, given[0], epsilon=epsilon)
     if norm.centred:
         return layer_norm(weight, bias, given[0], epsilon=epsilon)
     return rms_norm(weight, *given, epsilon=epsilon, gate=norm.gate)

@@ -188,7 +188,9 @@ def _cut_dim(style: Style, layer: Layer | None, name: str) -> int | None:
         return 1 if transposed and name == "weight" else 0
     if isinstance(style, Row):
         return (0 if transposed else 1) if name == "weight" else None
-    if isinstance(style, Vocabulary | PartNorm):
+    if isinstance(style, PartNorm):
+        return 3 if style.response else 0  # [1, 1, 1, features]
+    if isinstance(style, Vocabulary):
         return 0
     if isinstance(style, Heads):
         return 0 if not style.inner else 1 if name == "weight" else None
@@ -234,13 +236,14 @@ def traffic_of(
         places = copied_places(len(style.segments), style.copied, style.behind)
         copied = sum(size for size, place in zip(style.segments, places, strict=True) if place)
         weights = weights * copied // sum(style.segments)
-    if isinstance(style, PartNorm):  # one number per row, or two of each rank, in fp32 at least
+    if isinstance(style, PartNorm):  # one number per row (or image), or two of each rank, in fp32 at least
         item = max(4, next(iter(parameters.values())).element_size())
         numbers = 2 * world_size if style.centred else 2
         once = None if rows is None else 2 * numbers * item * rows * (world_size - 1) // world_size
         if style.centred:
             return Traffic("all-gather of means and variances", "reduce-scatter of their gradients", once, None)
-        return Traffic("all-reduce of sums of squares", "all-reduce of their gradient", once, None)
+        what = "norms" if style.response else "squares"
+        return Traffic(f"all-reduce of sums of {what}", "all-reduce of their gradient", once, None)
     if isinstance(style, Replicate) and style.summed_gradient and layer is not None:
         item = next(iter(parameters.values())).element_size()
         sent = None if rows is None else 2 * layer.out_features * item * rows * (world_size - 1) // world_size

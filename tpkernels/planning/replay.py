@@ -312,8 +312,9 @@ class Replay(WidthSteps):
         if split is None or split.dim != x.dim() - 1:
             self._whole_norms.add(name)
             return forward(*given)
-        features = self.shadow.model.get_parameter(f"{name}.weight").shape[0]
+        features = self.shadow.model.get_parameter(f"{name}.weight").shape[-1]
         known = call is not None and call.name == name and name in self.shadow.norms
+        known = known and (x.dim() == 4 or not self.shadow.norms[name].response)
         cut = {self._splits.get(id(one)) for one in given} == {Split(split.dim, (features,))}
         if not known or not cut or features % divisor(self.world_size):
             return forward(*given)

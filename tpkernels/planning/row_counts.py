@@ -43,7 +43,9 @@ def _rows_of(recording: Recording) -> dict[str, int | None]:
         distinct = {id(x): _rows(x) for x in (query, *others) if not recording.is_input(x)}
         rows[scope.name] = (rows.get(scope.name) or 0) + sum(distinct.values())
     for call in recording.norm_calls.values():
-        rows[call.name] = (rows.get(call.name) or 0) + prod(call.shape[:-1])
+        known = recording.shadow.norms.get(call.name)
+        own = call.shape[0] if known is not None and known.response else prod(call.shape[:-1])
+        rows[call.name] = (rows.get(call.name) or 0) + own
     return rows | dict.fromkeys(recording.rows_unknown)
 
 

@@ -233,11 +233,13 @@ class Sliced:
 @dataclass(frozen=True)
 class PartNorm:
     """Replace an RMS norm over features that are cut by a :class:`tpkernels.nn.PartRMSNorm`, with its fields; a layer
-    norm, which is ``centred``, by a :class:`tpkernels.nn.PartLayerNorm`."""
+    norm, which is ``centred``, by a :class:`tpkernels.nn.PartLayerNorm`, and a global ``response`` norm by a
+    :class:`tpkernels.nn.PartResponseNorm`."""
 
     epsilon: float
     gate: str = ""
     centred: bool = False
+    response: bool = False
 
 
 Style = Column | Row | CopiedHeads | Vocabulary | Features | Channels | Heads | Experts | Sliced | PartNorm | Replicate

@@ -36,7 +36,7 @@ from tpkernels.nn.multihead import ParallelMultiheadAttention, why_not_parallel
 from tpkernels.nn.packed import PackedColumnParallelLinear
 from tpkernels.nn.paired_convolution import pair_channels
 from tpkernels.nn.parameters import check_unit, tp_mesh
-from tpkernels.nn.part_norm import PartLayerNorm, PartRMSNorm
+from tpkernels.nn.part_norm import part_norm
 from tpkernels.nn.replicated import Converted, replicate_parameters
 from tpkernels.nn.retired import retires_parameters
 from tpkernels.nn.row import RowParallelLinear
@@ -215,7 +215,7 @@ def parallelize(
     over_parts = {
         id(modules[name]): (modules[name], style) for name, style in styles.items() if isinstance(style, PartNorm)
     }
-    norms = [(old, _part_norm(old, style, tp)) for old, style in over_parts.values()]
+    norms = [(old, part_norm(old, tp, **vars(style))) for old, style in over_parts.values()]
     for old, new in replacements:
         take_place(old, new)
     for old, new in (*mixtures, *norms):
@@ -347,12 +347,6 @@ def _check_swap(name: str, module: nn.Module, style: Style, tp: DeviceMesh) -> L
     if not isinstance(style, Features | Channels | Replicate | Sliced | PartNorm):
         dispatch.check_name(op, style.implementation)
     return layer
-
-
-def _part_norm(norm: nn.Module, style: PartNorm, mesh: DeviceMesh) -> nn.Module:
-    if style.centred:
-        return PartLayerNorm.from_norm(norm, mesh, epsilon=style.epsilon)
-    return PartRMSNorm.from_norm(norm, mesh, epsilon=style.epsilon, gate=style.gate)
 
 
 def _check_sharing(
