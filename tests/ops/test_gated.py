@@ -17,6 +17,7 @@ from torch import Tensor
 from tests.ops.support import IMPLEMENTATIONS, new_group, own_part
 from tpkernels.backends import row_gemms
 from tpkernels.ops import activations, same_bits
+from tpkernels.ops.activations import GATED
 from tpkernels.testing.cases import GATHER, Case, call, operands
 from tpkernels.testing.expected import check_bias_gradient, check_input_gradient, check_weight_gradient
 from tpkernels.testing.numeric import Bounded, BoundExceeded, assert_bitwise_equal
@@ -120,6 +121,17 @@ def strike(fault: str, dtype: torch.dtype) -> list[str]:
 def test_an_exchange_of_gate_and_up_is_seen(ranks: Pools, fault: str) -> None:
     for said in ranks(2).run(strike, fault, torch.bfloat16):
         assert len(said) == len(IMPLEMENTATIONS), said
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("activation", GATED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_gate_has_the_same_bits_in_its_own_place_and_in_another(activation: str, dtype: torch.dtype) -> None:
+    gate, up = (5 * payload((7, 64), dtype, rank=0, name=name) for name in ("gate", "up"))
+    expected = activations.gate_forward(activation, gate, up)
+    for out in (torch.empty_like(gate), gate):
+        assert activations.gate_forward(activation, gate, up, out=out) is out
+        assert_bitwise_equal(out, expected, activation)
 
 
 @pytest.mark.cpu

@@ -27,10 +27,10 @@ __all__ = ["GroupedEpilogue", "partial_tokens"]
 # Rows of experts that lie together are activated together while a second-level cache has them: one call of torch for
 # a few experts, and little room for what goes into an activation and is not kept.
 ACTIVATED_BYTES = 512 * 1024
-# Products of all rows wait for their sums by token. More than 32 MiB glibc gives back to the system each time, and
-# page faults then take as long as the GEMMs; so there are several turns of so many columns, at least those of a GEMM
-# that is worth its call.
-WAITING_BYTES, LEAST_COLUMNS = 16 * 1024 * 1024, 512
+# Products of all rows wait for their sums by token.  32 MiB and more glibc takes from the system each time, and page
+# faults cost as much as the sums (15 ms for 40 MB, 2026-11-27); so there are several turns of fewer columns, which are
+# at least those of a GEMM that is worth its call.
+WAITING_BYTES, LEAST_COLUMNS = 31 * 1024 * 1024, 512
 
 
 class GroupedEpilogue(Epilogue):
@@ -81,13 +81,17 @@ def partial_tokens(call: GroupedMatmulAllReduce, start: int, stop: int, out: Ten
     if call.addend is not None or not token_sums.serves(out):
         _add_expert_by_expert(call, start, stop, out)
         return
+    if out.numel() == 0:
+        return
     runs, whole = call.rows.runs(start, stop), stop - start == call.rows.num_tokens
     tokens = call.rows.tokens if whole else _of_runs(call.rows.tokens, runs) - start
     weights = call.weights if whole or call.weights is None else _of_runs(call.weights, runs)
     sums = TokenSums(tokens, weights, stop - start, out.dtype)
-    for low, high in _turns(call):
+    turns = _turns(call)
+    waiting = out.new_empty(len(tokens) * (turns[0][1] - turns[0][0]))
+    for low, high in turns:
         matrices = [one[:, :, low:high] if isinstance(one, Tensor) else one for one in call.matrices]
-        products = out.new_empty(len(tokens), high - low)
+        products = waiting[: len(tokens) * (high - low)].view(len(tokens), high - low)
         biases = None if call.expert_biases is None else call.expert_biases[:, low:high]
         _multiply_runs(call, matrices, biases, runs, products)
         out[:, low:high] = sums(products)
@@ -102,7 +106,8 @@ def _turns(call: GroupedMatmulAllReduce) -> list[tuple[int, int]]:
     columns = call.columns
     if not all(isinstance(one, Tensor) for one in call.matrices):
         return [(0, columns)]
-    step = max(LEAST_COLUMNS, WAITING_BYTES // max(1, call.rows.count * call.like.itemsize) // 64 * 64)
+    most = max(LEAST_COLUMNS, WAITING_BYTES // max(1, call.rows.count * call.like.itemsize))
+    step = -(-columns // -(-columns // most) // 64) * 64
     return [(low, min(low + step, columns)) for low in range(0, columns, step)]
 
 
@@ -115,10 +120,11 @@ def _multiply_runs(
 ) -> None:
     """The sums over ``call.xs`` of the products of these rows, one run behind the other."""
     multiplies, place = multiplier(matrices[0], products, biases, _takes_few(call)), 0
+    further = [*zip(call.xs[1:], matrices[1:], strict=True)]
     for expert, low, high in runs:
         multiplies(expert, call.xs[0][low:high], place)
-        product = products[place : place + high - low]
-        for x, others in zip(call.xs[1:], matrices[1:], strict=True):
+        for x, others in further:
+            product = products[place : place + high - low]
             gemm(x[low:high], others[expert], product, product)
         place += high - low
 

@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tpkernels.ops.transforms import is_transformed
+
 __all__ = [
     "ACTIVATIONS",
     "CLAMPED",
@@ -53,6 +55,7 @@ CLAMP, SHARPNESS = 7.0, 1.702
 # those of all at once cost page faults: 40 ms for 8192 x 360 in bf16 (GPT-OSS-20B / 4), 13 ms in blocks (one thread of
 # an Intel Xeon with AMX, 2026-11-27).  A multiple of every vector's length, so that the bits are those of one block.
 BLOCK_ELEMENTS = 64 * 1024
+_INTO = {"silu": torch.ops.aten.silu.out, "gelu": torch.ops.aten.gelu.out}
 GATED = {"swiglu": "silu", "geglu": "gelu", CLAMPED: None}
 """Activations of two products, gate and up.  Of those that are ``act(gate) * up``: which act that is."""
 
@@ -70,9 +73,13 @@ def activation_backward(name: str | None, dy: Tensor, z: Tensor | None) -> Tenso
 
 
 def gate_forward(name: str, gate: Tensor, up: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """What a gated activation gives; ``out`` may be ``gate`` or ``up``."""
-    if name != CLAMPED:
-        return torch.mul(activation_forward(GATED[name], gate), up, out=out)
+    """What a gated activation gives; ``out`` may be ``gate``."""
+    act = GATED[name]
+    if act is not None:
+        if out is None:
+            return activation_forward(act, gate) * up
+        activated: Tensor = _INTO[act](gate, out=out)
+        return activated.mul_(up)
     if not _goes_by_blocks(gate, up, out):
         return _clamped(gate, up, out)
     out = torch.empty_like(gate) if out is None else out
@@ -85,7 +92,7 @@ def gate_forward(name: str, gate: Tensor, up: Tensor, *, out: Tensor | None = No
 def _goes_by_blocks(gate: Tensor, up: Tensor, out: Tensor | None) -> bool:
     """Whether many numbers lie together on the CPU, and nobody records what is done with them."""
     given = (gate, up) if out is None else (gate, up, out)
-    if not gate.is_cpu or gate.numel() <= BLOCK_ELEMENTS or torch.compiler.is_compiling():
+    if not gate.is_cpu or gate.numel() <= BLOCK_ELEMENTS or is_transformed():
         return False
     recorded = torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad)
     return not recorded and all(type(one) is Tensor and one.is_contiguous() for one in given)

@@ -41,6 +41,7 @@ from tpkernels.ops.routing import (
     grouped_signature,
 )
 from tpkernels.ops.shapes import flat, fresh, has_bias, pack_biases, rows_layout, unpack_biases
+from tpkernels.ops.transforms import is_transformed
 
 __all__ = ["copy_grouped_matmul"]
 
@@ -139,7 +140,9 @@ def copy_grouped_matmul(
     if same_bits_of(group):
         outs = same_bits.activated(resolve(group), activation, outs)
     elif activation in GATED:
-        outs = [gate_forward(activation, *outs)]
+        gate, up = outs
+        is_recorded = gate.requires_grad or up.requires_grad or is_transformed()
+        outs = [gate_forward(activation, gate, up, out=None if is_recorded else gate)]
     else:
         outs = [activation_forward(activation, out) for out in outs]
     return outs[0] if single or activation in GATED else outs
