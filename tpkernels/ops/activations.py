@@ -76,8 +76,8 @@ def gate_forward(name: str, gate: Tensor, up: Tensor, *, out: Tensor | None = No
     """What a gated activation gives; ``out`` may be ``gate``."""
     act = GATED[name]
     if act is not None:
-        if out is None:
-            return activation_forward(act, gate) * up
+        if out is None or out.dtype != gate.dtype:
+            return torch.mul(activation_forward(act, gate), up, out=out)
         activated: Tensor = _INTO[act](gate, out=out)
         return activated.mul_(up)
     if not _goes_by_blocks(gate, up, out):
