@@ -166,6 +166,22 @@ class Handed(nn.Module):
         return z
 
 
+class Shared(nn.Module):
+    """One table of biases for the attention of all blocks, as in CPM-Ant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(9, HEADS))
+        self.first, self.second = Handing(), Handing()
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(x.shape[1])
+        rows = F.embedding((places[:, None] - places).clamp(-4, 4) + 4, self.table)
+        bias = rows.permute(2, 0, 1).masked_fill(places > places[:, None], torch.tensor(-30.0, dtype=x.dtype))
+        z: Tensor = self.second(x + self.first(x, bias)[0], bias)[0]
+        return z
+
+
 class Reversed(Attention):
     def forward(self, x: Tensor, slopes: Tensor | None = None) -> Tensor:
         return super().forward(x, slopes if slopes is None else slopes.flip(0))

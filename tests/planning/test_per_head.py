@@ -35,8 +35,8 @@ CUT = ("norms", "norm of heads", "centred", "layer norm", "sinks", "bias", "bias
 def made(how: str) -> nn.Module:
     if how == "words":
         return per_head.Words()
-    if how == "handed":
-        return per_head.Handed()
+    if how in ("handed", "shared"):
+        return per_head.Handed() if how == "handed" else per_head.Shared()
     if how.startswith("alibi"):
         return per_head.Alibi(how.removeprefix("alibi "), 7)  # 4 and 3 heads, or 3, 3 and 1
     if how.startswith("convol"):
@@ -107,6 +107,13 @@ def test_what_one_block_makes_for_its_heads_and_hands_on_is_a_part_of_the_next()
 
 
 @pytest.mark.cpu
+def test_one_table_of_biases_is_cut_with_the_heads_of_all_blocks() -> None:
+    plan = tpk.make_plan(per_head.Shared(), 2, example_inputs=X)
+    assert plan["first.out"].style == plan["second.out"].style == Row()
+    assert plan[""].style == Sliced((("table", 1),))
+
+
+@pytest.mark.cpu
 @pytest.mark.parametrize("how", [
     "unbiased", "norm of both", "bias of a norm", "order of heads", "sum of all", "read twice",
     "latent with a whole activation", "latent that leaves", "latent read by a whole layer",
@@ -166,15 +173,15 @@ def test_a_number_of_a_config_is_another_one_for_one_module_alone() -> None:
 def by_value(how: str) -> list[str]:
     torch.manual_seed(0)
     x = torch.randint(0, per_head.WORDS, (2, 5)) if how == "words" else torch.randn(2, 5, per_head.WIDTH).double()
-    rows = {"words": "down", "handed": "second.out"} | dict.fromkeys(ALIBI, "attention.out")
+    rows = {"words": "down", "handed": "second.out", "shared": "second.out"} | dict.fromkeys(ALIBI, "attention.out")
     return problems(how, made(how), x, rows.get(how, "out"))
 
 
 def all_by_value(full: bool) -> list[str]:
     hows = (
-        (*CUT, *ALIBI, "words", "handed")
+        (*CUT, *ALIBI, "words", "handed", "shared")
         if full
-        else ("norms", "norm of heads", "bias", "latent with a gate", "convolved", "alibi each", "words")
+        else ("norms", "norm of heads", "bias", "latent with a gate", "convolved", "alibi each", "words", "shared")
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error", UnprovenCallWarning)  # each first call is followed, with rules for these layouts

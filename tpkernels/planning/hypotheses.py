@@ -104,6 +104,35 @@ class Proof:
         units = tuple(1 if whole else self.unit(size) for size, whole in zip(sizes, copied, strict=True))
         return Column(segments=sizes, units=units if self.pieces else (), copied=self.copied, behind=self.behind)
 
+    def moved(self, known: tuple[Group, str], other: tuple[Group, str]) -> Proof:
+        """Restated for another group and the name of its scope, which differ only in their place."""
+        (first, old), (group, scope) = known, other
+        names = dict(zip(first.layers, group.layers, strict=True))
+
+        def moved(name: str) -> str:
+            return scope + name[len(old) :]
+
+        def moved_parameter(name: str) -> str:
+            """Of a module around the scope, as well: as many levels up."""
+            first, second = old.split("."), scope.split(".")
+            while first and name.split(".")[: len(first)] != first:
+                first, second = first[:-1], second[:-1]
+            return ".".join([*second, *name.split(".")[len(first) :]])
+
+        return Proof(
+            {names[name]: sizes for name, sizes in self.segments.items()},
+            {(moved(name), attribute): value for (name, attribute), value in self.attributes.items()},
+            {(moved(name), attribute): value for (name, attribute), value in self.whole_attributes.items()},
+            {names[name]: copies for name, copies in self.copies.items()},
+            self.heads,
+            self.pieces,
+            {moved_parameter(name): cut for name, cut in self.slices.items()},
+            tuple(moved_parameter(name) for name in self.feeders),
+            {(moved(name), argument): cut for (name, argument), cut in self.arguments.items()},
+            self.copied,
+            self.behind,
+        )
+
     def each(self, world_size: int) -> str:
         """What a rank has."""
         copies = ", and the key and value of all" if self.copied else ""

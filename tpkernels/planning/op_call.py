@@ -11,8 +11,9 @@ from tpkernels.planning.splits import Split, Unproven
 
 __all__ = ["Answer", "Call", "is_pointwise", "pointwise"]
 
-_UNTAGGED = {torch.ops.aten.hardswish, torch.ops.aten.hardswish_, torch.ops.aten.mish_}
-"""Elementwise ops that lack the tag (torch 2.13)."""
+aten = torch.ops.aten
+_UNTAGGED = {aten.hardswish, aten.hardswish_, aten.mish_, aten.masked_fill, aten.masked_fill_}
+"""Elementwise ops that lack the tag (torch 2.13), in some of their forms."""
 
 Answer = Split | None | list[Split | None]
 

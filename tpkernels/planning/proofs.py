@@ -30,7 +30,7 @@ from tpkernels.planning.trace import Recording
 
 __all__ = ["SMALL_GROUP", "Decision", "decide"]
 
-JOINT_ATTEMPTS = 12
+JOINT_ATTEMPTS, JOINT_SLICES = 12, 2
 SMALL_GROUP = 8
 """Layers; larger groups are residual streams, which nobody expects to be cut by features."""
 
@@ -177,7 +177,8 @@ class _Decider:
                 self.decision.refused[group] = known
                 waiting.setdefault(key, []).append(group)
                 continue
-            proof = _moved(known, group, scope)
+            first, old, proof = known
+            proof = proof.moved((first, old.name), (group, scope.name))
             barred = next((name for name in proof.feeders if name in self.excluded or name in used), None)
             if barred is not None:
                 self.decision.refused[group] = Unproven(f"{barred}, which gives to it, cannot stay whole as it is")
@@ -236,14 +237,24 @@ class _Decider:
                 continue
             for attributes in islice(self.search.attribute_sets(scopes, self.world_size, pieces), JOINT_ATTEMPTS):
                 trial = {group: Proof(sizes, attributes, heads=pieces, pieces=pieces) for group, sizes in pairs}
-                try:
-                    self._replay(self.decision.proven | trial)
-                except Unproven:
+                holding = self._holds_together(trial, JOINT_SLICES)
+                if holding is None:
                     continue
-                self.decision.proven |= trial
+                self.decision.proven |= holding
                 for group in groups:
                     del self.decision.refused[group]
                 break
+
+    def _holds_together(self, trial: Mapping[Group, Proof], tries: int) -> Mapping[Group, Proof] | None:
+        """The trial, if it holds on the whole model, or one with parameters cut that met parts as a whole."""
+        try:
+            self._replay(self.decision.proven | dict(trial))
+        except _Blamed as blamed:
+            first, error = next(iter(trial)), blamed.error
+            cuts = self.search.more_slices(trial[first], error) if tries and self.says_all else ()
+            found = (self._holds_together({**trial, first: proof}, tries - 1) for proof in cuts)
+            return next((holding for holding in found if holding is not None), None)
+        return trial
 
     def _prove_whole(self) -> None:
         """Replay all groups at once, and give up those that are blamed until the rest holds."""
@@ -417,33 +428,3 @@ def _in_mode(error: Unproven, mode: Mode) -> Unproven:
 
 def _size(group: Group) -> int:
     return len(group.columns) + len(group.rows)
-
-
-def _moved(known: tuple[Group, Scope, Proof], group: Group, scope: Scope) -> Proof:
-    """The proof of one group, restated for another group that differs only in its place."""
-    first, old, proof = known
-    names = dict(zip(first.layers, group.layers, strict=True))
-
-    def moved(name: str) -> str:
-        return scope.name + name[len(old.name) :]
-
-    def moved_parameter(name: str) -> str:
-        """Of a module around the scope, as well: as many levels up."""
-        first, second = old.name.split("."), scope.name.split(".")
-        while first and name.split(".")[: len(first)] != first:
-            first, second = first[:-1], second[:-1]
-        return ".".join([*second, *name.split(".")[len(first) :]])
-
-    return Proof(
-        {names[name]: sizes for name, sizes in proof.segments.items()},
-        {(moved(name), attribute): value for (name, attribute), value in proof.attributes.items()},
-        {(moved(name), attribute): value for (name, attribute), value in proof.whole_attributes.items()},
-        {names[name]: copies for name, copies in proof.copies.items()},
-        proof.heads,
-        proof.pieces,
-        {moved_parameter(name): cut for name, cut in proof.slices.items()},
-        tuple(moved_parameter(name) for name in proof.feeders),
-        {(moved(name), argument): cut for (name, argument), cut in proof.arguments.items()},
-        proof.copied,
-        proof.behind,
-    )

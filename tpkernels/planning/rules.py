@@ -339,6 +339,14 @@ def _picked(call: Call, split: Split, picked: list[int]) -> Answer:
     return part
 
 
+def _rows(call: Call) -> Answer:
+    """Rows of a table whose columns are cut."""
+    table: Split | None = call.splits[0]
+    if table is None or table.dim != 1 or call.splits[1] is not None:
+        raise Unproven("rows of a table are cut")
+    return table.at(len(call.outputs[0]) - 1)
+
+
 def _copy(call: Call) -> Answer:
     """A tensor written over another one, broadcast to it."""
     return pointwise(call.whole[:2], call.splits[:2], call.mix)
@@ -408,7 +416,7 @@ _AROUND: dict[str, Callable[[Call], Answer]] = {
     "sum": _reduce, "mean": _reduce, "amax": _reduce, "amin": _reduce, "var": _reduce, "std": _reduce,
     "var_mean": _reduce, "logsumexp": _reduce, "linalg_vector_norm": lambda call: _vector_norm(call),
     "native_layer_norm": _norm, "_fused_rms_norm": _norm, "rms_norm": _norm,
-    "max": _reduce, "min": _reduce, "index": _index, "copy_": _copy,
+    "max": _reduce, "min": _reduce, "index": _index, "copy_": _copy, "embedding": _rows,
     "mm": _mm, "addmm": _addmm, "bmm": _bmm, "baddbmm": _baddbmm, "constant_pad_nd": _pad,
     **{name: _space(dims) for dims, names in _SPACE.items() for name in names},
     "convolution": _convolution, "linalg_solve_triangular": _solved,

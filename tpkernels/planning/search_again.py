@@ -6,9 +6,13 @@ largest number of ranks has copies of the key-value heads.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 from tpkernels.planning.hypotheses import Proof
 from tpkernels.planning.layer_groups import Group
 from tpkernels.planning.search_widths import SearchWidths
+from tpkernels.planning.splits import Unproven
 
 __all__ = ["SearchAgain"]
 
@@ -32,3 +36,9 @@ class SearchAgain(SearchWidths):
         if found is not None and (found.segments, found.copies) == (other.segments, other.copies):
             return found
         return self.prove(group)
+
+    def more_slices(self, proof: Proof, error: Unproven) -> Iterator[Proof]:
+        """The proof with one more parameter cut that met parts as a whole."""
+        for name in sorted(error.parameters - proof.slices.keys()):
+            for cut in self._cuts(name, proof, error.met):
+                yield replace(proof, slices={**proof.slices, name: cut})
