@@ -113,7 +113,46 @@ class Codes(Unusual):
         return self.run(len(decoder_input_ids) == 4 * len(input_ids), decoder_input_ids)
 
 
+class Series(Unusual):
+    """Autoformer."""
+
+    def forward(
+        self, past_values: Any, past_time_features: Any, past_observed_mask: Any,
+        static_categorical_features: Any = None, future_values: Any = None, future_time_features: Any = None,
+    ) -> Any:  # fmt: skip
+        right = past_values.shape == past_observed_mask.shape == (3, 10 + 4, 2)
+        right &= past_time_features.shape == (3, 14, 5) and static_categorical_features.shape == (3, 1)
+        return self.run(right and future_values.shape == (3, 6, 2) and future_time_features.shape[1] == 6, past_values)
+
+
+class Past(Unusual):
+    """PatchTST."""
+
+    def forward(self, past_values: Any) -> Any:
+        return self.run(past_values.shape[1:] == (10, 3), past_values)
+
+
+class Steps(Unusual):
+    """Decision Transformer."""
+
+    def forward(self, states: Any, actions: Any, rewards: Any, returns_to_go: Any, timesteps: Any) -> Any:
+        right = states.shape[2] == 17 and actions.shape[2] == 4 and rewards.shape == returns_to_go.shape
+        return self.run(right and not timesteps.is_floating_point(), states)
+
+
+class Codebook(Unusual):
+    """The fine model of Bark."""
+
+    def forward(self, codebook_idx: int, input_ids: Any = None) -> Any:
+        return self.run(codebook_idx == 7 and input_ids.shape[2] == 8, input_ids)
+
+
 @pytest.mark.parametrize("model", [
+    Series("past_values", context_length=10, prediction_length=6, lags_sequence=[1, 4], input_size=2,
+           num_time_features=5, num_static_categorical_features=1),
+    Past("past_values", context_length=10, num_input_channels=3),
+    Steps("states", state_dim=17, act_dim=4),
+    Codebook("codebook_idx", n_codes_total=8),
     Patches("pixel_values", patch_size=2, num_channels=3, image_size=16),
     Places("flattened_patches", patch_embed_hidden_size=10),
     Counted("input_features", num_mel_bins=6, max_source_positions=5),

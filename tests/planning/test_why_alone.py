@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import tpkernels as tpk
 from tests.models.compare import compare_tensors, differs
 from tests.nn.reference import LIMIT_S, tp_mesh
-from tpkernels.planning.styles import Column, Row
+from tpkernels.planning.styles import Column, Row, Vocabulary
 from tpkernels.testing.spawn import Pools
 
 WIDTH, HEADS, LENGTH = 24, 4, 5
@@ -39,12 +39,12 @@ class Places(nn.Module):
     def __init__(self, how: str = "") -> None:
         super().__init__()
         self.how = how
-        self.place = nn.Linear(3, WIDTH // HEADS)
+        self.place = nn.Embedding(50, WIDTH // HEADS) if how == "table" else nn.Linear(3, WIDTH // HEADS)
         self.blocks = nn.ModuleList(Attention() for _ in range(2))
         self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
 
     def forward(self, x: Tensor, places: Tensor) -> tuple[Tensor, ...]:
-        given, results = self.place(places), []
+        given, results = self.place(places[..., 0].long() if self.how == "table" else places), []
         for block, norm in zip(self.blocks, self.norms, strict=True):
             y, scores = block(norm(x), given)
             x, results = x + y, [*results, scores]
@@ -74,6 +74,13 @@ def test_what_other_results_are_made_of_is_gathered_and_says_so(how: str, reason
         style = plan[name].style
         assert isinstance(style, Column) and style.gather_output and not style.summed_gradient
         assert f"(not with its neighbours: {reason})" in plan[name].reason
+
+
+@pytest.mark.cpu
+def test_a_table_that_gives_to_every_block_does_not_feed_them() -> None:
+    """Of one that is cut by vocabulary nothing sums the gradient of what it gives (SpeechT5's places)."""
+    plan = tpk.make_plan(Places("table"), 2, example_inputs=(X, PLACES))
+    assert plan["place"].style == Vocabulary() and plan["blocks.0.q"].style == Column(gather_output=True)
 
 
 class Pair(nn.Module):

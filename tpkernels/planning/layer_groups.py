@@ -8,7 +8,7 @@ the inputs are (row), and nothing else sees them.  The replay proves whether the
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 
 from tpkernels.planning.session import Node
@@ -59,6 +59,7 @@ def find_groups(recording: Recording, *, convolutions: bool = False) -> list[Gro
     order = {event.layer: index for index, event in reversed(list(enumerate(recording.events))) if event.layer}
     if convolutions:
         order |= {call.name: index for index, call in reversed(list(recording.channel_calls.items()))}
+    tables = {name for name, layer in recording.shadow.layers.items() if layer.kind == "embedding"}
     groups: list[Group] = []
     fed: list[Group] = []
     for one in components(recording, convolutions=convolutions):
@@ -66,7 +67,7 @@ def find_groups(recording: Recording, *, convolutions: bool = False) -> list[Gro
             one.columns & one.rows or not recording.convolution_inputs.keys() & (one.columns | one.rows)
         ):
             continue
-        for found, ways in ((groups, _ways(one)), (fed, () if convolutions else _fed_ways(one))):
+        for found, ways in ((groups, _ways(one)), (fed, () if convolutions else _fed_ways(one, tables))):
             for columns, rows, feeders, summed in ways:
                 if columns and rows and not columns & rows and not columns & one.seen_outside and not rows & one.open:
                     ordered = [tuple(sorted(some, key=order.__getitem__)) for some in (columns, rows, feeders, summed)]
@@ -120,10 +121,15 @@ def _ways(one: Component) -> Iterator[_Way]:
         yield (columns - inner) | fed, rows - fed, set(), summed
 
 
-def _fed_ways(one: Component) -> Iterator[_Way]:
+def _fed_ways(one: Component, tables: Container[str]) -> Iterator[_Way]:
     """A component that falls apart into blocks without the columns that all of its rows take, and these as feeders:
-    one layer before many blocks, such as what BROS makes of the places of words for the scores of all heads."""
+    one layer before many blocks, such as what BROS makes of the places of words for the scores of all heads.
+
+    Tables cannot be feeders: one that is cut by vocabulary sums its output, not the gradient of that.
+    """
     shared = set[str].intersection(*one.sources.values())
+    if any(name in tables for name in shared):
+        return
     rest = _components({row: found - shared for row, found in one.sources.items()})
     if shared and len(rest) > 1 and not one.columns & one.rows and sum(len(rows) for _, rows in rest) == len(one.rows):
         yield set(one.columns) - shared, set(one.rows), shared, set()

@@ -1,7 +1,8 @@
 """Guessed inputs of models of transformers that text, images and sound alone do not run.
 
 It owns what the names of arguments mean: images as rows of patches with their sizes, frames of a video, boxes of words,
-ids of several codebooks, masks that a model asks for without saying so.  Numbers come from the configuration.
+ids of several codebooks, numbers over time, states and actions, masks that a model asks for without saying so.  Sizes
+come from the configuration.
 """
 
 from __future__ import annotations
@@ -33,8 +34,14 @@ def unusual(
         if others:
             yield text | others | extra
             yield others | extra
+    for others in (_series(config, names, sizes), _steps(config, names, sizes)):
+        if others:
+            yield others | extra
     if text and "bbox" in names:
         yield text | {"bbox": sizes.floats(sizes.length, 4)} | extra
+    total = getattr(config, "n_codes_total", None)
+    if text and "codebook_idx" in names and isinstance(total, int):  # of the last one, to which all of them give
+        yield {"codebook_idx": total - 1, "input_ids": text["input_ids"].new_zeros(sizes.batch, sizes.length, total)}
     codebooks = getattr(getattr(config, "decoder", config), "num_codebooks", None)
     if "decoder_input_ids" in extra and isinstance(codebooks, int):
         ids = extra["decoder_input_ids"]
@@ -62,3 +69,39 @@ def _frames(vision: Any, images: Mapping[str, Any], sizes: Tokens) -> Arguments:
     if "pixel_values" not in images or not isinstance(frames, int):
         return {}
     return {"pixel_values": sizes.floats(frames, *images["pixel_values"].shape[1:])}
+
+
+def _series(config: Any, names: Collection[str], sizes: Tokens) -> Arguments:
+    """Numbers over time, with what is known of each time: those of the past, as many as lags reach back, and those that
+    follow (Autoformer); or the past alone (PatchTST)."""
+    past, future = (getattr(config, name, None) for name in ("context_length", "prediction_length"))
+    if "past_values" not in names or not isinstance(past, int):
+        return {}
+    width = getattr(config, "num_input_channels", 0) or getattr(config, "input_size", 1)
+    if "past_time_features" not in names:
+        return {"past_values": sizes.floats(past, width)}
+    past += max(getattr(config, "lags_sequence", None) or [0])
+    given: Arguments = {}
+    for which, length in (("past", past), ("future", future)):
+        if f"{which}_values" in names and isinstance(length, int):
+            values = sizes.floats(length, *((width,) if width > 1 else ()))
+            features = sizes.floats(length, getattr(config, "num_time_features", 0))
+            given |= {f"{which}_values": values, f"{which}_time_features": features}
+    if "past_observed_mask" in names:
+        given["past_observed_mask"] = torch.ones_like(given["past_values"])
+    for kind, count in (("categorical", "num_static_categorical_features"), ("real", "num_static_real_features")):
+        number = getattr(config, count, 0)
+        if f"static_{kind}_features" in names and number:
+            given[f"static_{kind}_features"] = sizes.ids(number) if kind == "categorical" else sizes.floats(number)
+    return given
+
+
+def _steps(config: Any, names: Collection[str], sizes: Tokens) -> Arguments:
+    """What was seen, done and earned in each step (Decision Transformer)."""
+    widths = {"states": getattr(config, "state_dim", None), "actions": getattr(config, "act_dim", None)}
+    widths |= dict.fromkeys(("rewards", "returns_to_go"), 1)
+    if not {*widths, "timesteps"} <= set(names) or not all(isinstance(width, int) for width in widths.values()):
+        return {}
+    return {name: sizes.floats(sizes.length, width) for name, width in widths.items()} | {
+        "timesteps": sizes.ids(sizes.length)
+    }
