@@ -9,6 +9,8 @@ import torch
 
 pytest.importorskip("transformers", reason="the package transformers is missing: pip install transformers")
 
+from benchmarks.default_sizes import CHANGES, published_bytes
+from benchmarks.plan_shares import told
 from tests.models.architectures import compare
 from tests.models.architectures.catalogue import architectures
 from tests.models.architectures.compare import examine
@@ -131,3 +133,17 @@ def test_a_part_is_built_where_the_whole_has_no_forward() -> None:
     found = reference_of("bark semantic")
     assert found.kind == "BarkSemanticModel"
     assert float(found.plain["logits"].abs().max()) > 0
+
+
+@pytest.mark.cpu
+def test_rows_by_the_sizes_of_a_small_model_are_counted_apart(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sum(published_bytes("autoformer").values()) > 100_000
+    monkeypatch.delitem(CHANGES, "autoformer")
+    with pytest.raises(ValueError, match="prediction_length"):
+        published_bytes("autoformer")
+    told([{"cut": 1.0, "pairs": 0.95}, {"cut": 1.0, "pairs": 0.5}, {"cut": 1.0, "pairs": 1.0, "small": "why"}, {}])
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("2 planned, by the sizes of the default") and "body cut, 1 with" in first
+    assert second.startswith("1 planned, by the sizes of the small model")
