@@ -31,7 +31,7 @@ PLANNER = (
     Edit("planning/gradients.py", "for tensor in tensors) and on_elements()", "for tensor in tensors)", FOLLOWED),
     Edit("planning/proofs.py", "group in small or ", "False or ", f"{FOLLOWED} -k meets"),
     Edit(
-        "planning/planner.py",
+        "planning/asked_roles.py",
         "pieces not in (0, proof.pieces)",
         "pieces is None",
         "tests/planning/test_plan.py -k unit",

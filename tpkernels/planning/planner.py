@@ -16,11 +16,12 @@ from torch.distributed.tensor import DTensor
 from tpkernels.comm.groups import GroupLike, resolve
 from tpkernels.gemm.canonical import check_blocks
 from tpkernels.nn.parameters import tp_mesh
+from tpkernels.planning.asked_roles import asked_in_other_pieces, roles_asked_for
 from tpkernels.planning.convolutions import convolution_choices
 from tpkernels.planning.example_inputs import Observation, observe
 from tpkernels.planning.fused_norms import find_fused_norms
 from tpkernels.planning.hints import Hints, hints_for, override_styles
-from tpkernels.planning.hypotheses import Attributes, Proof, Slice
+from tpkernels.planning.hypotheses import Attributes, Slice
 from tpkernels.planning.inner_blocks import find_inner_blocks
 from tpkernels.planning.kept_layers import kept_layers
 from tpkernels.planning.layers import Layer, layer_of, own_base
@@ -34,11 +35,12 @@ from tpkernels.planning.sequence_flow import Stream, follow
 from tpkernels.planning.shared_inputs import find_shared
 from tpkernels.planning.single_layers import by_rule, sums_its_gradient
 from tpkernels.planning.source_reads import maybe_read
-from tpkernels.planning.splits import divisor, for_degrees, has_places, pieces_of
+from tpkernels.planning.splits import divisor, for_degrees
 from tpkernels.planning.styles import Column, CopiedHeads, Features, PartNorm, Replicate, Row, Sliced, Style
 from tpkernels.planning.ties import tied_modules, untie
 from tpkernels.planning.trace_leaks import nothing_left
-from tpkernels.planning.weight_reads import called_by_weight, kept_in_parts
+from tpkernels.planning.weight_reads import called_by_weight
+from tpkernels.planning.weights_in_parts import shown_in_another_shape
 from tpkernels.planning.whole_in_out import READ, attention_choices, check_experts, experts_choices
 from tpkernels.planning.why_alone import Neighbours
 
@@ -271,20 +273,9 @@ class _Planner:
         }
         excluded |= seen_elsewhere(self.observation, self.model)
         excluded |= {name: OWN_CODE for name in self.layers if own_base(self.modules[name]) in self.by_itself}
-        loose: dict[str, Role] = {}
+        loose, overridden = roles_asked_for(self.forced, self.layers, self.world_size)
+        excluded |= overridden
         style: Style
-        for name, style in self.forced.items():
-            if isinstance(style, Column) and not style.gather_output and name in self.layers:
-                total = self.layers[name].out_features
-                pieces = pieces_of(total, style.unit, self.world_size) if not style.segments else 0
-                loose[name] = Role("column", style.segments or (total,), pieces=pieces)
-            elif isinstance(style, Features) and not style.gather_output and name in self.layers:
-                loose[name] = Role("column", (self.layers[name].out_features,))
-            elif isinstance(style, Row) and not style.split_input and name in self.layers:
-                total = self.layers[name].in_features
-                loose[name] = Role("row", (total,), pieces=pieces_of(total, style.unit, self.world_size))
-            else:
-                excluded[name] = "is overridden"
         assert self.observation.recording is not None
         hidden = [  # also where no guess of the values reaches them
             f"{name} is inside of a module that needs values of tensors"
@@ -292,7 +283,7 @@ class _Planner:
         ]  # fmt: skip
         if not hidden:
             self.decision = self._decide(excluded, loose)
-            while shown := self._shown_in_another_shape() | self._asked_in_other_pieces(loose):
+            while shown := self._not_so_after_all(loose):
                 excluded |= shown
                 self.decision = self._decide(excluded, loose)
         conflicts = hidden or self.decision.conflicts
@@ -361,32 +352,12 @@ class _Planner:
             style = Sliced(tuple(sorted((key, cut.dim) for key, cut in cuts.items())), runs, *copies)
             self.chosen[owner] = Chosen(style, "data flow", f"{', '.join(cuts)} cut with the heads or features met")
 
-    def _shown_in_another_shape(self) -> dict[str, str]:
-        """Layers that would keep their weight by heads, and whose weight the model's code asks for its shape, or may
-        ask where no run came along; a packed layer has an answer."""
-        assert self.observation is not None and self.observation.shadow is not None
-        read = maybe_read(self.model) | dict.fromkeys(self.observation.shadow.asked, "the model")
-        recordings = [recording for _, recording in self.observation.recordings]
-        by_weight = kept_in_parts(recordings, self.decision.proven, self.observation.shadow.scaled)
-        return by_weight | {
-            name: f"has a weight that the code of {read[name]} may ask for its shape"
-            for group, proof in self.decision.proven.items()
-            for name in (*group.columns, *group.rows)
-            if name in read and (proof.pieces or proof.copies or any(map(has_places, self._runs(name, proof))))
-        }
-
-    def _asked_in_other_pieces(self, loose: Mapping[str, Role]) -> dict[str, str]:
-        """Layers of groups that are proven for another cut than an override's ``unit`` gives one of them."""
-        return {
-            name: f"{asked} is asked for in multiples of its own"
-            for group, proof in self.decision.proven.items()
-            for asked in {*group.layers} & loose.keys()
-            if loose[asked].pieces not in (0, proof.pieces)
-            for name in group.layers
-        }
-
-    def _runs(self, name: str, proof: Proof) -> tuple[int, ...]:
-        return proof.segments.get(name, (self.layers[name].in_features,))
+    def _not_so_after_all(self, loose: Mapping[str, Role]) -> dict[str, str]:
+        """Layers that are proven, and that what the proof does not see speaks against."""
+        assert self.observation is not None
+        proven = self.decision.proven
+        shown = shown_in_another_shape(self.observation, proven, self.model, self.layers)
+        return shown | asked_in_other_pieces(loose, proven)
 
     def _choose(self, name: str, style: Style, reason: str) -> None:
         """What the data flow proves, under the name of the first source that says the same."""

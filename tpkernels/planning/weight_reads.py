@@ -24,13 +24,11 @@ from tpkernels.planning.layers import own_base
 from tpkernels.planning.styles import Replicate, Style
 
 if TYPE_CHECKING:
-    from tpkernels.planning.hypotheses import Proof
-    from tpkernels.planning.layer_groups import Group
     from tpkernels.planning.session import Session
     from tpkernels.planning.shadow import Shadow
     from tpkernels.planning.trace import Recording
 
-__all__ = ["WeightReads", "called_by_weight", "kept_in_parts", "scaled_layer", "weights_of_layers"]
+__all__ = ["WeightReads", "called_by_weight", "scaled_layer", "weights_of_layers"]
 
 
 _CONVERSIONS = {Tensor.to, Tensor.type, Tensor.type_as, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16}
@@ -94,17 +92,3 @@ def called_by_weight(recordings: Iterable[Recording], styles: Mapping[str, Style
 
 def _is_plain(style: Style) -> bool:
     return isinstance(style, Replicate) and not style.distributed and not style.summed_gradient
-
-
-def kept_in_parts(
-    recordings: Iterable[Recording], proven: Mapping[Group, Proof], scaled: Iterable[str]
-) -> dict[str, str]:
-    """Layers that are read by weight, or ``scaled``, and would have no single one."""
-    read = {name for recording in recordings for names in recording.by_weight.values() for name in names}
-    read |= set(scaled)
-    return {
-        name: "has a weight that the model's code multiplies by itself, and would be kept in several parts"
-        for proof in proven.values()
-        for name, sizes in proof.segments.items()
-        if name in read and (len(sizes) > 1 or name in proof.copies)
-    }
