@@ -49,8 +49,8 @@ PLANNER = (
     Edit("planning/width_steps.py", "layer not in layers", "False", f"{WIDTHS} -k more"),
     Edit("planning/width_steps.py", "id(tensor) in self._shown", "False", f"{WIDTHS} -k more"),
     Edit("nn/shown_width.py", "self._shown = self._whole = None", "pass", f"{WIDTHS} -k whole_tensor"),
-    Edit("planning/rules.py", "table.at(len(call.outputs[0]) - 1)", "table.at(0)", f"{HEADS} -k one_table"),
-    Edit("planning/search_again.py", "error.parameters - proof.slices.keys()", "()", f"{HEADS} -k one_table"),
+    Edit("planning/rules.py", "table.at(len(call.outputs[0]) - 1)", "table.at(0)", f"{HEADS} -k of_all_blocks"),
+    Edit("planning/search_again.py", "error.parameters - proof.slices.keys()", "()", f"{HEADS} -k of_all_blocks"),
     Edit("planning/source_reads.py", 'node.func.id == "isinstance"', "False", f"{FOLLOWED} -k whoever"),
     Edit("planning/source_reads.py", "return [node.left]", "return []", f"{FOLLOWED} -k whoever"),
     Edit(

@@ -22,6 +22,8 @@ _REASONS = {
 _REASONS_OF_FAULTS = {
     "view_as_complex refuses nothing": "a rank has one of two numbers, of which torch makes no complex one",
     "unbind refuses nothing": "a rank has fewer results, and the replay counts them",
+    "embedding refuses nothing": "rows that are cut are no heads, and meet nothing that is cut as they are",
+    "index_select refuses nothing": "what is picked has not the size of its segments, which rows compare",
     "copy_ refuses nothing": "what is written to keeps its layout, which the replay compares",
 }
 

@@ -167,17 +167,19 @@ class Handed(nn.Module):
 
 
 class Shared(nn.Module):
-    """One table of biases for the attention of all blocks, as in CPM-Ant."""
+    """Tables of biases for the attention of all blocks, as in CPM-Ant and LayoutLMv3."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = nn.Parameter(torch.randn(9, HEADS))
+        self.table, self.other = nn.Parameter(torch.randn(9, HEADS)), nn.Parameter(torch.randn(HEADS, 9))
         self.first, self.second = Handing(), Handing()
 
     def forward(self, x: Tensor) -> Tensor:
         places = torch.arange(x.shape[1])
-        rows = F.embedding((places[:, None] - places).clamp(-4, 4) + 4, self.table)
-        bias = rows.permute(2, 0, 1).masked_fill(places > places[:, None], torch.tensor(-30.0, dtype=x.dtype))
+        distance = (places[:, None] - places).clamp(-4, 4) + 4
+        bias = F.embedding(distance, self.table).permute(2, 0, 1)
+        bias = bias + self.other.index_select(1, distance.flatten()).view(-1, *distance.shape)
+        bias = bias.masked_fill(places > places[:, None], torch.tensor(-30.0, dtype=x.dtype))
         z: Tensor = self.second(x + self.first(x, bias)[0], bias)[0]
         return z
 

@@ -107,10 +107,10 @@ def test_what_one_block_makes_for_its_heads_and_hands_on_is_a_part_of_the_next()
 
 
 @pytest.mark.cpu
-def test_one_table_of_biases_is_cut_with_the_heads_of_all_blocks() -> None:
+def test_tables_of_biases_are_cut_with_the_heads_of_all_blocks() -> None:
     plan = tpk.make_plan(per_head.Shared(), 2, example_inputs=X)
     assert plan["first.out"].style == plan["second.out"].style == Row()
-    assert plan[""].style == Sliced((("table", 1),))
+    assert plan[""].style == Sliced((("other", 0), ("table", 1)))
 
 
 @pytest.mark.cpu

@@ -1,6 +1,6 @@
 """Attention whose code reads the width of its input to view its heads is cut, where it does no more with the input.
 
-So reads that of nanoGPT and minGPT (``B, T, C = x.size()``), of the vision transformers of timm and DINO, and of BLIP.
+So does the code of nanoGPT (``B, T, C = x.size()``), BLIP, MGP-STR and many a vision transformer.
 """
 
 from __future__ import annotations

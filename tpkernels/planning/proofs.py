@@ -30,7 +30,7 @@ from tpkernels.planning.trace import Recording
 
 __all__ = ["SMALL_GROUP", "Decision", "decide"]
 
-JOINT_ATTEMPTS, JOINT_SLICES = 12, 2
+JOINT_ATTEMPTS, JOINT_SLICES = 12, 3
 SMALL_GROUP = 8
 """Layers; larger groups are residual streams, which nobody expects to be cut by features."""
 

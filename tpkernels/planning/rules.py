@@ -171,7 +171,7 @@ def _repeat_interleave(call: Call) -> Answer:
 
 
 def _along(position: int, name: str) -> Callable[[Call], Answer]:
-    """Ops that work along one dimension and keep the shape: softmax, cumulative sums."""
+    """Ops that work along one dimension and keep the others: softmax, cumulative sums, rows by numbers."""
 
     def rule(call: Call) -> Answer:
         call.same((position, name))
@@ -412,7 +412,8 @@ _AROUND: dict[str, Callable[[Call], Answer]] = {
     "chunk": _pieces, "unbind": _unbind, "cat": _cat, "stack": _stack, "repeat": _repeat,
     "repeat_interleave": _repeat_interleave,
     "_softmax": _along(1, "dim"), "_log_softmax": _along(1, "dim"), "_safe_softmax": _along(1, "dim"),
-    "softmax": _along(1, "dim"), "cumsum": _along(1, "dim"), "flip": _reduce, "glu": glu,
+    "softmax": _along(1, "dim"), "cumsum": _along(1, "dim"), "index_select": _along(1, "dim"), "flip": _reduce,
+    "glu": glu,
     "sum": _reduce, "mean": _reduce, "amax": _reduce, "amin": _reduce, "var": _reduce, "std": _reduce,
     "var_mean": _reduce, "logsumexp": _reduce, "linalg_vector_norm": lambda call: _vector_norm(call),
     "native_layer_norm": _norm, "_fused_rms_norm": _norm, "rms_norm": _norm,
