@@ -43,6 +43,10 @@ PLANNER = (
     Edit("planning/layer_groups.py", "not None or node.severed:", "not None:", f"{FOLLOWED} -k compared"),
     Edit("planning/layer_groups.py", "len(rest) > 1 and", "len(rest) > 2 and", f"{ALONE} -k every_block"),
     Edit("planning/known_values.py", "id(tensor) in self._given or not", "not", f"{VALUES} -k nobody_gave"),
+    Edit(
+        "planning/known_values.py", "module._non_persistent_buffers_set:", "module._buffers:", f"{VALUES} -k checkpoint"
+    ),
+    Edit("planning/known_values.py", "if storage_of(tensor) in self._asked", "if False", f"{VALUES} -k checkpoint"),
     Edit("planning/gradient_code.py", "session.set_origin(tensor, None)", "pass", f"{FOLLOWED} -k compared"),
     Edit("planning/whole_steps.py", "self._taken(tensors)", "self._completed(tensors)", f"{FOLLOWED} -k pick"),
     Edit("planning/whole_steps.py", "in sources]", "in ()]", f"{HEADS} -k kernel"),

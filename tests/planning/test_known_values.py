@@ -73,6 +73,37 @@ def test_conditions_and_numbers_that_nobody_gave_are_not_known(how: str, grid: T
     assert plan["proj"].style == Column(gather_output=True) and "layers are taken one by one" in plan.notes[0]
 
 
+class Padded(nn.Module):
+    """A pair of layers on what is padded by the number in a buffer, as Mimi's convolutions are.
+
+    ``how``: what the buffer is, beside that.
+    """
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.up, self.down, self.how = nn.Linear(8, 32), nn.Linear(32, 8), how
+        self.register_buffer("padding", torch.tensor(2), persistent=how == "in checkpoints")
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "counts first":
+            self.padding.add_(1)
+        x = F.pad(x, (0, 0, int(self.padding + 1), 0))
+        if self.how == "a flag" and (self.padding == 2):
+            x = x + 1
+        if self.how == "counts":
+            self.padding.add_(1)
+        y: Tensor = self.down(self.up(x).relu())
+        return y
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("how", ["", "in checkpoints", "a flag", "counts", "counts first"])
+def test_a_number_in_a_buffer_that_no_checkpoint_has_is_one_of_the_configuration(how: str) -> None:
+    plan = tpk.make_plan(Padded(how), 2, example_inputs=torch.zeros(3, 5, 8))
+    assert plan["up"].style == (Column(gather_output=True) if how else Column())
+    assert bool(plan.notes) == bool(how)
+
+
 def values() -> list[str]:
     torch.manual_seed(0)
     plain = Packed().double()

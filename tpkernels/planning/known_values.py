@@ -2,9 +2,9 @@
 
 Models of images ask for numbers among their inputs: how many patches there are in each direction of an image.
 It owns :class:`KnownValues`: which fake tensors have known values, and these, real tensors on the CPU.  Integers among
-the example inputs have them, and so has what an op makes of known values alone, or of no tensor at all.  Parameters,
-buffers and activations have none: who asks for their numbers gets a guess (:mod:`tpkernels.planning.fake_answers`), or
-cannot be recorded.
+the example inputs have them, single integers in buffers that no checkpoint has (Mimi's strides and paddings), and what
+an op makes of known values alone, or of no tensor at all.  Parameters, other buffers and activations have none: who
+asks for their numbers gets a guess (:mod:`tpkernels.planning.fake_answers`), or cannot be recorded.
 
 Such numbers are taken for sizes, which another call may have others of.  A condition on them is not answered: code
 that branches on one may take the other path in another call.  Nor is a single number followed, which may be a flag.  A
@@ -16,20 +16,21 @@ It assumes that what a model computes from the numbers in its inputs is small; l
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tpkernels.planning.tensors import storage_of, written_by
 
-__all__ = ["KnownValues", "values_of"]
+__all__ = ["Changes", "KnownValues", "constants_of", "values_of"]
 
 aten = torch.ops.aten
+_INTEGERS = (torch.int16, torch.int32, torch.int64)
 LARGEST = 1 << 16
 """Elements of a tensor that is followed."""
 _ASKS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
@@ -45,17 +46,49 @@ def values_of(tensor: Tensor) -> Tensor | None:
         return tensor.detach().to("cpu", copy=True)
 
 
+class Changes(Exception):
+    """Code writes to what was taken for a constant, and has asked for its number; ``storages`` of such buffers."""
+
+    def __init__(self, storages: set[int]) -> None:
+        super().__init__("a buffer whose number the model's code asks for is written to by it")
+        self.storages = storages
+
+
+def constants_of(model: nn.Module) -> dict[str, Tensor]:
+    """Single integers in buffers that are made anew with every model: numbers of its configuration, by name.
+
+    A counter, which a checkpoint has, is none; nor is one that code writes to.
+    """
+    found: dict[str, Tensor] = {}
+    for name, module in model.named_modules():
+        for key in module._non_persistent_buffers_set:
+            buffer = module._buffers.get(key)
+            if type(buffer) is Tensor and buffer.numel() == 1 and not buffer.is_meta and buffer.dtype in _INTEGERS:
+                with _disable_current_modes():
+                    found[f"{name}.{key}" if name else key] = buffer.detach().to("cpu", copy=True)
+    return found
+
+
 class KnownValues:
-    """Of one run; ``given`` has those of its inputs, each with the fake tensor that stands for it.
+    """Of one run; ``given`` has those of its inputs, each with the fake tensor that stands for it, and ``constants``
+    those of :func:`constants_of` the model.
 
     Values are never written to: runs share them.
     """
 
-    def __init__(self, fake: FakeTensorMode, given: list[tuple[Tensor, Tensor]]) -> None:
+    def __init__(
+        self,
+        fake: FakeTensorMode,
+        given: Sequence[tuple[Tensor, Tensor]],
+        constants: Sequence[tuple[Tensor, Tensor]] = (),
+    ) -> None:
         self._fake_mode = fake
-        self._values = {id(tensor): value for tensor, value in given}
+        self._values = {id(tensor): value for tensor, value in (*given, *constants)}
         self._given = set(self._values)
-        """Those of them that numbers of the inputs went into, or of tensors that code keeps."""
+        """Those of them that numbers of the inputs or of constants went into, or of tensors that code keeps."""
+        self._fixed = {id(tensor) for tensor, _ in constants}
+        self._asked: set[int] = set()
+        """Storages of constants that ops have read."""
         self._made: list[Tensor] = []
         """Fake tensors of its own, so that ids stay theirs."""
 
@@ -80,6 +113,8 @@ class KnownValues:
         values = self._values_of(func, args, kwargs, out) if known else []
         if func._schema.is_mutable:
             self._forget(written_by(func, args, kwargs))
+        elif known:
+            self._asked |= {storage_of(tensor) for tensor in _tensors(args, kwargs) if id(tensor) in self._fixed}
         for fake, value in zip(_tensors(out), values, strict=False):
             if isinstance(fake, FakeTensor) and fake.shape == value.shape and fake.dtype == value.dtype:
                 self._values[id(fake)] = value
@@ -90,6 +125,8 @@ class KnownValues:
         """Whether all of its tensors have values; a real one, which only the model's own code has, is never written."""
         if torch.Tag.nondeterministic_seeded in func.tags:
             return False
+        if func._schema.is_mutable and any(id(tensor) in self._fixed for tensor in written_by(func, args, kwargs)):
+            return False  # a counter, whose number is another in every call
         return all(
             id(tensor) in self._values or not (isinstance(tensor, FakeTensor) or func._schema.is_mutable)
             for tensor in _tensors(args, kwargs)
@@ -128,7 +165,14 @@ class KnownValues:
             return func(*args, **(kwargs | {"device": torch.device("cpu")} if "device" in kwargs else kwargs))
 
     def _forget(self, written: list[Tensor]) -> None:
-        """What shares memory with tensors that were written to."""
+        """What shares memory with tensors that were written to.
+
+        Raises:
+            Changes: a constant of the model is among them, and its number has been used.
+        """
+        changed = {storage_of(tensor) for tensor in written if storage_of(tensor) in self._asked}
+        if changed:
+            raise Changes(changed)
         gone = {storage_of(self._values[id(tensor)]) for tensor in written if id(tensor) in self._values}
         if gone:
             self._values = {key: value for key, value in self._values.items() if storage_of(value) not in gone}

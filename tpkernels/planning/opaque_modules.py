@@ -20,8 +20,10 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from tpkernels.planning.experts import CalledOtherwise
 from tpkernels.planning.fake_answers import GUESSES, Guess
+from tpkernels.planning.known_values import Changes
 from tpkernels.planning.session import NotOpaque, Opaque
 from tpkernels.planning.shadow import Shadow
+from tpkernels.planning.tensors import storage_of
 from tpkernels.planning.trace import Example, Recording
 
 __all__ = ["NeedsValues", "record"]
@@ -63,6 +65,8 @@ def record(shadow: Shadow, call: Example, after: Recording | None = None) -> Rec
                 raise NeedsValues from close.cause
             for name in _alike(shadow, close.name):
                 shadow.make_opaque(name)
+        except Changes as error:
+            shadow.constants = [one for one in shadow.constants if storage_of(one[0]) not in error.storages]
     raise RuntimeError(f"more than {MOST_OPAQUE} modules need the values of tensors")
 
 
@@ -124,7 +128,7 @@ def _run(shadow: Shadow, guess: Guess, call: Example, after: Recording | None) -
             recording.run(call)
     except NotOpaque as error:
         raise _Close(recording.callers[error.name], error) from error
-    except CalledOtherwise:
+    except (CalledOtherwise, Changes):
         raise
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         if recording.failed_in is None:

@@ -188,7 +188,7 @@ class Session(TorchDispatchMode):
         self.kept: list[Any] = []
         """Every tensor seen, so that ids stay theirs."""
         self.guess = shadow.guess
-        self.values = KnownValues(shadow.fake, shadow.given)
+        self.values = KnownValues(shadow.fake, shadow.given, shadow.constants)
         self.quiet: str | None = None
         """The opaque module that is running."""
         self.quiet_calls: list[tuple[str, bool]] = []

@@ -30,7 +30,7 @@ from tpkernels.planning.channel_modules import channels_of, is_batched, works_by
 from tpkernels.planning.experts import KnownExperts
 from tpkernels.planning.fake_answers import GUESSES, Answers
 from tpkernels.planning.gradient_code import code_of_gradients
-from tpkernels.planning.known_values import values_of
+from tpkernels.planning.known_values import constants_of, values_of
 from tpkernels.planning.layers import Layer, layer_of, own_base, unswappable
 from tpkernels.planning.module_state import Noting, put
 from tpkernels.planning.numbers import root_of, set_number
@@ -135,6 +135,8 @@ class Shadow:
         self.names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         self.frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
         self.buffers = {id(buffer): name for name, buffer in self.model.named_buffers()}
+        self.constants = [(self.model.get_buffer(name), value) for name, value in constants_of(model).items()]
+        """Buffers with numbers of the configuration."""
         self._sliced: dict[tuple[str, tuple[int, ...]], Tensor] = {}
         for name, module in self.modules.items():
             layer = layer_of(module)

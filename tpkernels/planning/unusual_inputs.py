@@ -98,10 +98,11 @@ def _series(config: Any, names: Collection[str], sizes: Tokens) -> Arguments:
 
 def _steps(config: Any, names: Collection[str], sizes: Tokens) -> Arguments:
     """What was seen, done and earned in each step (Decision Transformer)."""
-    widths = {"states": getattr(config, "state_dim", None), "actions": getattr(config, "act_dim", None)}
-    widths |= dict.fromkeys(("rewards", "returns_to_go"), 1)
-    if not {*widths, "timesteps"} <= set(names) or not all(isinstance(width, int) for width in widths.values()):
+    state, action = getattr(config, "state_dim", None), getattr(config, "act_dim", None)
+    if not isinstance(state, int) or not isinstance(action, int):
         return {}
-    return {name: sizes.floats(sizes.length, width) for name, width in widths.items()} | {
-        "timesteps": sizes.ids(sizes.length)
-    }
+    widths = {"states": state, "actions": action, "rewards": 1, "returns_to_go": 1}
+    if not {*widths, "timesteps"} <= set(names):
+        return {}
+    steps = {name: sizes.floats(sizes.length, width) for name, width in widths.items()}
+    return steps | {"timesteps": sizes.ids(sizes.length)}
