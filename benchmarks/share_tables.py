@@ -18,6 +18,8 @@ CAUSES = (
     ("experts of another kind than those that are recognised", r"experts that stay whole|Experts"),
     ("layers whose weight the code reads", r"uses without calling|may use without calling|several parts"),
     ("mixing along the sequence, by scans or convolutions of states (Mamba, RWKV)", r"Mamba|Mixer|RWKV|Rwkv|mamba"),
+    ("modules that ask for the values of tensors", r"needs the values of tensors"),
+    ("layers without a neighbour to pair with", r"layers give and take the same features"),
     ("layers that could not be proven to belong together", r"not with its neighbours"),
     ("layers without a neighbour to pair with", r"neither expands nor contracts|expands: by|contracts: by"),
     ("parameters of modules that are no layers", r"no way to cut a "),
