@@ -40,6 +40,7 @@ CONVOLUTIONS = (
     Edit("planning/gate_rules.py", "if values != gates:", "if False:", WHOLE),
     Edit("planning/gate_rules.py", "if dim != split.dim:", "if False:", CUT),
     Edit("planning/pair_proofs.py", "if error.met is None or len(error.met.segments) > 1", "if True", CUT),
+    Edit("planning/pair_proofs.py", "module._parameters | module._buffers", "module._parameters", CUT),
     Edit("planning/pair_proofs.py", "if not error.segmented:", "if True:", CUT),
     Edit(
         "planning/pair_proofs.py", "not error.segmented), failures[0])", "False), failures[0])", f"{PAIRS} -k says_why"

@@ -67,6 +67,22 @@ class Snake(nn.Module):
         return y
 
 
+class Frozen(nn.Module):
+    """A batch norm of buffers alone, as in DETR's backbones."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        for name in ("weight", "bias", "running_mean", "running_var"):
+            self.register_buffer(name, torch.rand(channels) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        held: Any = self.weight, self.bias, self.running_mean, self.running_var
+        weight, bias, mean, var = (one.reshape(1, -1, 1, 1) for one in held)
+        scale = weight * (var + 1e-5).rsqrt()
+        y: Tensor = x * scale + (bias - mean * scale)
+        return y
+
+
 class Taken(nn.Module):
     """Three parts of the channels are added: as many as there are on a rank, or literal numbers of them."""
 
@@ -104,15 +120,16 @@ class Reading(nn.Module):
         super().__init__()
         self.first, self.second, self.what = conv(3, 8), conv(8, 4), what
         self.norm = nn.GroupNorm(8, 8, affine=False) if "both" in what else nn.BatchNorm2d(8)
+        self.norm = Frozen(8) if "frozen" in what else self.norm
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(self.first(x))
         y: Tensor = self.second(h.relu())
-        if self.what == "norm of both":
+        if self.what in ("norm of both", "frozen norm of both"):
             y = y + self.norm(y.repeat(1, 2, 1, 1)).mean()
         if self.what == "norm of both by name":
             y = y + self.norm(input=y.repeat(1, 2, 1, 1)).mean()
-        if self.what == "norm is read":
+        if self.what in ("norm is read", "frozen norm is read"):
             y = y * self.norm.running_mean.mean()  # type: ignore[operator, union-attr]
         if self.what == "weight is read":
             y = y * self.second.weight.mean()
@@ -216,6 +233,7 @@ CUT: dict[str, Callable[[], nn.Module]] = {
     "two": two, "basic": basic, "bottleneck": bottleneck, "squeezed": Squeezed, "grouped": grouped,
     "transposed": transposed, "one dimension": one_dimension, "three dimensions": three_dimensions, "head": head,
     "conformer": conformer, "layer norm": lambda: nn.Sequential(nn.Flatten(2), Conformer(6, nn.LayerNorm(6))),
+    "frozen": lambda: nn.Sequential(conv(3, 7), Frozen(7), nn.ReLU(), conv(7, 4)),
     "snake": snake, "in three": Taken,
     "gated rows": lambda: nn.Sequential(conv(3, 7), nn.GLU(2), conv(7, 4)),
 }  # fmt: skip
@@ -225,6 +243,8 @@ WHOLE: dict[str, Callable[[], nn.Module]] = {
     "norm is read": lambda: Reading("norm is read"),
     "norm of both": lambda: Reading("norm of both"),
     "norm of both by name": lambda: Reading("norm of both by name"),
+    "frozen norm of both": lambda: Reading("frozen norm of both"),
+    "frozen norm is read": lambda: Reading("frozen norm is read"),
     "weight is read": lambda: Reading("weight is read"),
     "norm over channels": lambda: nn.Sequential(conv(3, 8), nn.GroupNorm(1, 8), nn.ReLU(), conv(8, 4)),
     "mixed channels": lambda: nn.Sequential(conv(3, 16), nn.PixelShuffle(2), conv(4, 2)),

@@ -30,6 +30,7 @@ PAIRS = {
     "three dimensions": ("1 4", "2"), "head": ("0", "1"),
     "conformer": ("1.expand 1.project 2.expand 2.project", "1.depthwise 1.norm 2.depthwise 2.norm"),
     "layer norm": ("1.expand 1.project", "1.depthwise"), "in three": ("first second", ""), "gated rows": ("0 2", ""),
+    "frozen": ("0 3", "1"),
     "snake": ("2.layers.1 2.layers.3 3.layers.1 3.layers.3", "2.layers.2 3.layers.2"),
 }  # fmt: skip
 """By model: the convolutions that are cut in pairs, and what is cut between them."""
@@ -229,7 +230,7 @@ def gated_by_hand() -> list[str]:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("world", [3, 2])
 def test_values_gradients_and_buffers_are_those_of_the_whole_model(ranks: Pools, world: int, full: bool) -> None:
-    names = list(CUT) if full else ["basic", "squeezed", "one dimension", "head", "conformer", "snake"]
+    names = list(CUT) if full else ["basic", "squeezed", "one dimension", "head", "conformer", "snake", "frozen"]
     assert ranks(world).run(compare, names, timeout=LIMIT_S) == [[]] * world
     assert ranks(world).run(by_hand, timeout=LIMIT_S) == [[]] * world
 

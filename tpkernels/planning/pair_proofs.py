@@ -2,7 +2,7 @@
 
 It owns the proof within the module around the group.  Where code takes what a column gives apart along its channels (a
 gated linear unit, a split), that one is cut as these segments.  Where what is cut meets a parameter of some other
-module as a whole (a slope for each channel), that is cut with it.
+module as a whole (a slope for each channel), that is cut with it; so are the buffers of a frozen batch norm.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice, pairwise, product
 from math import prod
-from typing import Any
 
 import torch
 from torch import nn
@@ -30,7 +29,7 @@ from tpkernels.planning.trace import Recording
 __all__ = ["moved", "prove", "roles_of"]
 
 MOST_LAYOUTS, MOST_SLICES = 8, 16
-"""Attempts for one group, and parameters of other modules that are cut with it."""
+"""Attempts for one group, and how often tensors of other modules are cut with it."""
 aten = torch.ops.aten
 
 
@@ -86,12 +85,19 @@ def _cuts_of(recording: Recording, scope: Scope, size: int) -> list[tuple[int, .
 
 
 def _sliced(search: Search, recording: Recording, group: Group, proof: Proof, world_size: int) -> Proof:
-    """The proof, with parameters of other modules cut that met parts as a whole, one after the other as they do."""
+    """The proof, with tensors of other modules cut that met parts as a whole, one after the other as they do."""
     for _ in range(MOST_SLICES):
+        roles, scope = roles_of(group, search.shadow, proof), search.scope_of(group)
+        if any(0 in share(size, world_size) for role in roles.values() for size in role.segments):
+            raise Unproven(f"there are fewer channels than {world_size} ranks")
+        replay = None
         try:
-            _replay(search, recording, group, proof, world_size)
+            for rank in unlike_ranks(roles, world_size):
+                replay = Replay(search.shadow, recording, roles, {}, world_size, rank)
+                replay.run_scope(scope)
         except Unproven as error:
-            more = _slices_for(search, group, proof, error)
+            running = "" if replay is None else recording.module_at(replay.place)
+            more = _slices_for(search.shadow, scope.name, proof, error, running)
             if not more:
                 raise
             proof = replace(proof, slices={**proof.slices, **more})
@@ -100,28 +106,26 @@ def _sliced(search: Search, recording: Recording, group: Group, proof: Proof, wo
     raise Unproven(f"more than {MOST_SLICES} parameters of other modules would be cut")
 
 
-def _replay(search: Search, recording: Recording, group: Group, proof: Proof, world_size: int) -> None:
-    roles, scope = roles_of(group, search.shadow, proof), search.scope_of(group)
-    if any(0 in share(size, world_size) for role in roles.values() for size in role.segments):
-        raise Unproven(f"there are fewer channels than {world_size} ranks")
-    for rank in unlike_ranks(roles, world_size):
-        Replay(search.shadow, recording, roles, {}, world_size, rank).run_scope(scope)
+def _slices_for(shadow: Shadow, scope: str, proof: Proof, error: Unproven, running: str) -> dict[str, Slice]:
+    """Tensors inside of ``scope`` that are to blame, cut by the channels that they meet.
 
-
-def _slices_for(search: Search, group: Group, proof: Proof, error: Unproven) -> dict[str, Slice]:
-    """Parameters inside of the scope that are to blame, cut in the dimension in which they meet what is cut."""
-    shadow, scope = search.shadow, search.scope_of(group).name
+    These are parameters, or, where buffers take part, all that the module that was ``running`` has.
+    """
     if error.met is None or len(error.met.segments) > 1 or error.met.copied:
         return {}
-    (size,), found = error.met.segments, dict[str, Slice]()
-    own = shadow.own_tensors()
-    for name in sorted(error.parameters - proof.slices.keys()):
+    (size,), own = error.met.segments, shadow.own_tensors()
+    blamed = {name for name in error.parameters if isinstance(own.get(name), nn.Parameter)}
+    if not blamed and not shadow.modules[running]._modules:
+        module, prefix = shadow.modules[running], f"{running}." if running else ""
+        blamed = {f"{prefix}{key}" for key, one in (module._parameters | module._buffers).items() if one is not None}
+    found: dict[str, Slice] = {}
+    for name in sorted(blamed - proof.slices.keys()):
         owner = name.rpartition(".")[0]
         inside = owner == scope or owner.startswith(f"{scope}." if scope else "")
         if not inside or owner in shadow.convolutions or owner in shadow.by_channel or owner in shadow.kept:
             continue
-        tensor: Any = own.get(name)
-        if isinstance(tensor, nn.Parameter) and prod(tensor.shape) == size:  # a number for each channel
+        tensor = own.get(name)
+        if tensor is not None and prod(tensor.shape) == size:  # a number for each channel
             found[name] = Slice(tuple(tensor.shape).index(size), (size,))
     return found
 

@@ -324,6 +324,11 @@ class Recording(Session):
         """The module that is being called; "" for the model."""
         return self._open[-1].name if self._open else ""
 
+    def module_at(self, event: int) -> str:
+        """The innermost module whose call the event is in; "" for the model."""
+        around = [scope for scope in self.scopes if scope.start <= event < scope.stop]
+        return max(around, key=lambda scope: (scope.start, -scope.stop)).name if around else ""
+
     def entered(self, name: str, args: Any, kwargs: Any) -> None:
         trained = any(isinstance(one, Tensor) and one in self.requiring for one in tree_leaves((args, kwargs)))
         args, kwargs = self.shadow.copied((args, kwargs))

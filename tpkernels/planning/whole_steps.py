@@ -33,6 +33,11 @@ class WholeSteps(Gradients):
         self._open = False
         """Whether a column ran, and its row has not yet."""
 
+    @property
+    def place(self) -> int:
+        """The event of the recording that came last."""
+        return self._at - 1
+
     def _next(self, packet: Any, layer: str | None, sources: tuple[Source, ...]) -> Event:
         if self._at >= self._stop:
             raise Unproven("with one rank's sizes the model runs more ops")
