@@ -32,7 +32,7 @@ class ResponseNorm(nn.Module):
         sizes = torch.linalg.vector_norm(x, ord=1 if self.how == "sums" else 2, dim=(1, 2), keepdim=True)
         dims = (0, -1) if self.how == "of all images" else (-1,)
         scaled = sizes / (sizes.mean(dims, keepdim=True) + 1e-6)
-        y = self.weight * (x * scaled) + self.bias
+        y: Tensor = self.weight * (x * scaled) + self.bias
         return y if self.how == "no residual" else y + x
 
 
@@ -45,10 +45,12 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = nn.functional.gelu(self.up(x))
         if self.how == "rows":
-            return x + self.down(self.norm(h.flatten(0, 1)[:, :, None]).view(h.shape))
-        if self.how == "more dimensions":
-            return x + self.down(self.norm(h[:, :, :, None])[:, :, :, 0])
-        y: Tensor = x + self.down(self.norm(h))
+            normed: Tensor = self.norm(h.flatten(0, 1)[:, :, None]).view(h.shape)
+        elif self.how == "more dimensions":
+            normed = self.norm(h[:, :, :, None])[:, :, :, 0]
+        else:
+            normed = self.norm(h)
+        y: Tensor = x + self.down(normed)
         if self.how == "bias is read":
             y = y + self.norm.bias.mean()
         return y

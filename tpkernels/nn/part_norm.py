@@ -109,7 +109,7 @@ def response_norm(
     """The equation above in the dtype of what is given; ``summed`` is given each image's sum of norms."""
     sizes = torch.linalg.vector_norm(x, dim=tuple(range(1, x.dim() - 1)), keepdim=True)
     mean = summed(sizes.sum(-1, keepdim=True)) / (features or x.shape[-1])
-    y = weight * (x * (sizes / (mean + epsilon))) + x
+    y: Tensor = weight * (x * (sizes / (mean + epsilon))) + x
     return y if bias is None else y + bias
 
 
