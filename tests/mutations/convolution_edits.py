@@ -29,7 +29,7 @@ CONVOLUTIONS = (
     Edit("planning/channel_steps.py", "self._whole_channels.add(name)\n            return", "return", WHOLE),
     Edit("planning/channel_steps.py", "if split != role.split(1):", "if False:", WHOLE),
     Edit("planning/convolution_pairs.py", "if saved[group] < 0:", "if False:", f"{PAIRS} -k never_more"),
-    Edit("planning/convolution_pairs.py", "or name in recording.direct:", ":", WHOLE),
+    Edit("planning/convolution_pairs.py", "if name in recording.direct or name", "if name", WHOLE),
     Edit("planning/proofs.py", "self.decision.by_channel = set(replay.cut_channels)", "pass", CUT),
     Edit("planning/proofs.py", "pairs and not degrees()", "pairs", f"{PAIRS} -k same_bits"),
     Edit("sharding/followed_calls.py", "self._follow_channels(module, args, output)", "pass", VALUES),

@@ -119,7 +119,7 @@ class Reading(nn.Module):
     def __init__(self, what: str) -> None:
         super().__init__()
         self.first, self.second, self.what = conv(3, 8), conv(8, 4), what
-        self.norm = nn.GroupNorm(8, 8, affine=False) if "both" in what else nn.BatchNorm2d(8)
+        self.norm: nn.Module = nn.GroupNorm(8, 8, affine=False) if "both" in what else nn.BatchNorm2d(8)
         self.norm = Frozen(8) if "frozen" in what else self.norm
 
     def forward(self, x: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ class Reading(nn.Module):
         if self.what == "norm of both by name":
             y = y + self.norm(input=y.repeat(1, 2, 1, 1)).mean()
         if self.what in ("norm is read", "frozen norm is read"):
-            y = y * self.norm.running_mean.mean()  # type: ignore[operator, union-attr]
+            y = y * self.norm.running_mean.mean()  # type: ignore[operator]
         if self.what == "weight is read":
             y = y * self.second.weight.mean()
         return y * h.mean() if self.what == "part leaves" else y

@@ -26,6 +26,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.conv import _ConvNd
 
 from tpkernels.comm.groups import GroupLike
@@ -124,23 +125,25 @@ def takes_channels(module: nn.Module) -> bool:
 
 def _give(self: Any, input: Tensor, output_size: list[int] | None = None) -> Tensor:
     mesh, w, b = local_parts(self._parameters["weight"], self._parameters["bias"])
-    channels_in(self, input, self.in_channels, mesh)
-    refuse(mesh, "a convolution of a pair", "its bits may depend on the number of its channels")
-    if mesh.size() > 1 and input.requires_grad and torch.is_grad_enabled():
-        input = copy_to_group(input, mesh)
-    return convolve(self, input, w, b, 1, output_size)
+    return convolve(self, _whole(self, input, mesh), w, b, 1, output_size)
 
 
 def _give_parts(self: Any, input: Tensor, output_size: list[int] | None = None) -> Tensor:
     held = [local_parts(part._parameters["weight"], part._parameters["bias"]) for part in _parts(self)]
     mesh, dims = held[0][0], channel_dims(self)
+    w = torch.cat([weight for _, weight, _ in held], dims["weight"])
+    biases = [bias for _, _, bias in held if bias is not None]
+    b = torch.cat(biases) if biases else None
+    return convolve(self, _whole(self, input, mesh), w, b, 1, output_size)
+
+
+def _whole(self: Any, input: Tensor, mesh: DeviceMesh) -> Tensor:
+    """All channels, of whose gradient each rank has a share."""
     channels_in(self, input, self.in_channels, mesh)
     refuse(mesh, "a convolution of a pair", "its bits may depend on the number of its channels")
     if mesh.size() > 1 and input.requires_grad and torch.is_grad_enabled():
         input = copy_to_group(input, mesh)
-    w = torch.cat([weight for _, weight, _ in held], dims["weight"])
-    biases = [bias for _, _, bias in held if bias is not None]
-    return convolve(self, input, w, torch.cat(biases) if biases else None, 1, output_size)
+    return input
 
 
 def _take(self: Any, input: Tensor, output_size: list[int] | None = None) -> Tensor:
