@@ -34,7 +34,7 @@ PLANNER = (
         "planning/asked_roles.py",
         "pieces not in (0, proof.pieces)",
         "pieces is None",
-        "tests/planning/test_plan.py -k unit",
+        "tests/planning/test_overrides.py",
     ),
     Edit("planning/replay.py", "told.parameters = self._whole_parameters(tensors)", "pass", f"{FOLLOWED} -k meets"),
     Edit("planning/example_inputs.py", "if not given or (needed", "if False and (needed", f"{FOLLOWED} -k within"),
