@@ -384,7 +384,9 @@ class _Planner:
 
         A dimension of one says nothing of heads (MRA's blocks have one): what is seen so is gathered.
         """
-        if any(proof.heads for proof in self.decision.proven.values()):
+        small = [e.count for g, e in self.decision.refused.items() if len(g.columns) + len(g.rows) <= SMALL_GROUP]
+        enough = max(small, default=0) >= max(2, divisor(self.world_size))  # in deeper stages of Swin
+        if enough or any(proof.heads for proof in self.decision.proven.values()):
             return
         for group, error in self.decision.refused.items():
             if 1 < error.count < divisor(self.world_size) and len(group.columns) + len(group.rows) <= SMALL_GROUP:
