@@ -38,7 +38,7 @@ CONVOLUTIONS = (
     Edit("nn/paired_convolution.py", "torch.cat(biases) if biases else None", "None", VALUES),
     Edit("nn/paired_convolution.py", "fresh_like(self, weight, bias=", "fresh_like(self, weight, bias=not ", VALUES),
     Edit("planning/gate_rules.py", "if values != gates:", "if False:", WHOLE),
-    Edit("planning/gate_rules.py", "if dim != split.dim:", "if False:", CUT),
+    Edit("planning/gate_rules.py", "if dim != split.dim:", "if dim < 0:", CUT),
     Edit("planning/pair_proofs.py", "if error.met is None or len(error.met.segments) > 1", "if True", CUT),
     Edit("planning/pair_proofs.py", "module._parameters | module._buffers", "module._parameters", CUT),
     Edit("planning/pair_proofs.py", "if not error.segmented:", "if True:", CUT),
