@@ -22,6 +22,7 @@ FOLLOWED, STATE = "tests/planning/test_followed.py", "tests/planning/test_module
 RESPONSE = "tests/planning/test_response_norm.py"
 
 PLANNER = (
+    Edit("planning/planner.py", "enough or any(", "any(", "tests/planning/test_uneven_heads.py -k one_stage"),
     Edit("planning/shadow.py", "put(self.modules, noting.before)", "pass", f"{STATE} -k 'table or buffer'"),
     Edit("planning/replay.py", "self.recording.state_after(scope.changes)", "{}", f"{STATE} -k told"),
     Edit("planning/replay.py", "vars(module) | changed", "vars(module)", f"{STATE} -k kept"),

@@ -151,3 +151,15 @@ def test_the_comparison_catches_heads_that_are_one_off(ranks: Pools) -> None:
         assert not fine
         for found in wrong:
             assert any(one.startswith("output") for one in found) and any("gradient" in one for one in found), found
+
+
+def test_few_heads_in_one_stage_are_gathered_where_another_stage_has_enough() -> None:
+    """Swin's first stage has the fewest heads; it says nothing of how many ranks the model can have."""
+    from transformers import SwinConfig, SwinModel
+
+    sizes = {"image_size": 16, "patch_size": 2, "window_size": 2, "embed_dim": 8, "depths": [1, 1]}
+    image = {"pixel_values": torch.zeros(1, 3, 16, 16)}
+    plan = tpk.make_plan(SwinModel(SwinConfig(**sizes, num_heads=[2, 4])), 3, example_inputs=image)
+    assert "2 heads do not divide" in plan["encoder.layers.0.blocks.0.attention.q_proj"].reason
+    with pytest.raises(ValueError, match="3 ranks are more than the 2 heads"):
+        tpk.make_plan(SwinModel(SwinConfig(**sizes, num_heads=[2, 2])), 3, example_inputs=image)
