@@ -35,7 +35,7 @@ from tests.models.architectures.catalogue import architectures
 from tests.models.architectures.inputs import calls
 from tests.models.architectures.reference import CannotBuild, build, computing
 from tpkernels.measure import report
-from tpkernels.planning.plan import NO_DATA_FLOW, Entry
+from tpkernels.planning.entries.plan import NO_DATA_FLOW, Entry
 from tpkernels.planning.styles import Channels, Column, Features, Replicate, Row, Vocabulary
 
 COMMON = (

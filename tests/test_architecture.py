@@ -54,6 +54,11 @@ FLOORS = (
 )
 FLOOR_OF = {name: number for number, floor in enumerate(FLOORS) for name in floor}
 
+# The planner is a house of its own: each of its folders and modules imports only from those before it.
+PLANNER = (
+    "splits", "styles", "plans", "modules", "runs", "replays", "entries", "hints", "alone", "proofs", "planner",
+)  # fmt: skip
+
 # What is right is pure arithmetic: these modules import nothing but partition and each other, so no op judges itself.
 JUDGES = frozenset({"testing.numeric", "testing.expected", "testing.grouped_expected", "testing.payload"})
 
@@ -82,6 +87,21 @@ def import_violations(root: Path) -> list[str]:
                 found.append(f"{path}:{line}: imports {name!r}, which is on no floor")
             elif FLOOR_OF[name] > floor and line not in named:
                 found.append(f"{path}:{line}: {top_name(module)} must not import {name}, which is above it")
+    return found
+
+
+def planner_violations(root: Path) -> list[str]:
+    """What only a type checker imports counts, too."""
+    found = []
+    for path, module, tree in modules(root):
+        own = module.split(".")[1:2] if top_name(module) == "planning" else []
+        if own and own[0] not in PLANNER:
+            found.append(f"{path}: {own[0]!r} has no place in the planner; add it to PLANNER where it belongs")
+            continue
+        for line, target in imports(root, path, module, tree) if own else ():
+            other = target.split(".")[1:2] if top_name(target) == "planning" else []
+            if other and (other[0] not in PLANNER or PLANNER.index(other[0]) > PLANNER.index(own[0])):
+                found.append(f"{path}:{line}: planning/{own[0]} must not import {other[0]}, which comes after it")
     return found
 
 
@@ -179,8 +199,8 @@ def backend_violations(root: Path) -> list[str]:
 
 
 RULES = (
-    import_violations, circle_violations, kernel_violations, folder_violations, length_violations,
-    environment_violations, shortcut_violations, backend_violations,
+    import_violations, planner_violations, circle_violations, kernel_violations, folder_violations,
+    length_violations, environment_violations, shortcut_violations, backend_violations,
 )  # fmt: skip
 
 
@@ -277,6 +297,25 @@ def test_a_house_in_order_has_no_violations(tmp_path: Path) -> None:
 )
 def test_an_import_of_a_higher_floor_is_found(tmp_path: Path, changes: dict[str, str], said: str) -> None:
     violations = import_violations(house(tmp_path, **changes))
+    assert len(violations) == 1 and said in violations[0], violations
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"planning__runs__trace": "from tpkernels.planning.proofs import a\n"},
+            "planning/runs must not import proofs",
+        ),
+        ({"planning__splits": "from . import styles\n"}, "planning/splits must not import styles"),
+        ({"planning__cellar": ""}, "'cellar' has no place in the planner"),
+    ],
+)
+def test_an_import_of_a_later_room_of_the_planner_is_found(tmp_path: Path, changes: dict[str, str], said: str) -> None:
+    rooms = {"planning__proofs__a": "", "planning__styles": "from tpkernels.planning import splits\n"}
+    violations = planner_violations(house(tmp_path, planning__splits="", **rooms))
+    assert violations == []
+    violations = planner_violations(house(tmp_path, **changes))
     assert len(violations) == 1 and said in violations[0], violations
 
 

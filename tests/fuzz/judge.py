@@ -25,8 +25,8 @@ from tests.kept_mesh import KeptMesh
 from tests.models.compare import differs, pieces_of, planned
 from tpkernels.comm.groups import resolve
 from tpkernels.errors import UnprovenCallWarning
-from tpkernels.planning.layers import layer_of
-from tpkernels.planning.tensors import tensors_in
+from tpkernels.planning.modules.layers import layer_of
+from tpkernels.planning.runs.tensors import tensors_in
 
 __all__ = ["LIMIT", "Verdict", "check_all", "merged"]
 

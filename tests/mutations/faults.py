@@ -1,8 +1,8 @@
 """Seeded faults of the planner and of the sums of parallel modules: each is a context manager for a rank process.
 
-``FAULTS`` has, for every entry of :data:`tpkernels.planning.rules.RULES`, one fault that lets it refuse nothing, one
-for those that tell which whole tensors meet parts, and one that takes the layout for unchanged where a rule moves it;
-faults of the replay, of the whole proof, and of what runs.
+``FAULTS`` has, for every entry of :data:`tpkernels.planning.replays.rules.RULES`, one fault that lets it refuse
+nothing, one for those that tell which whole tensors meet parts, and one that takes the layout for unchanged where a
+rule moves it; faults of the replay, of the whole proof, and of what runs.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ from torch import Tensor
 
 from tpkernels.nn import column, copied_heads, embedding, replicated, row, shared_input
 from tpkernels.nn.row import RowParallelLinear
-from tpkernels.planning import example_inputs, planner, proofs, replay, rules, search, sequence_flow, trace
-from tpkernels.planning.session import Session
-from tpkernels.planning.shadow import Mode
+from tpkernels.planning import planner
+from tpkernels.planning.proofs import decision, search
+from tpkernels.planning.replays import replay, rules, sequence_flow
+from tpkernels.planning.runs import example_inputs, trace
+from tpkernels.planning.runs.session import Session
+from tpkernels.planning.runs.shadow import Mode
 from tpkernels.planning.splits import Split, Unproven
 
 __all__ = ["FAULTS", "Fault"]
@@ -284,13 +287,13 @@ def _planner() -> dict[str, Fault]:
         "a row takes any layout": lambda: _patched((replay.Replay, "layer_called", _row_input_unchecked())),
         "a column takes a part": lambda: _patched((replay.Replay, "layer_called", _whole_input_unchecked())),
         "half of a module may be partial": lambda: _patched(
-            (proofs._Decider, "_half_partial", lambda self, replay: set())
+            (decision._Decider, "_half_partial", lambda self, replay: set())
         ),
         "gradients of partial parameters are not planned": lambda: _patched(
-            (proofs._Decider, "run", _without_partial())
+            (decision._Decider, "run", _without_partial())
         ),
         "ranks of other sizes than the first are like it": lambda: _patched(
-            *((module, "unlike_ranks", lambda roles, world_size: [0]) for module in (search, proofs))
+            *((module, "unlike_ranks", lambda roles, world_size: [0]) for module in (search, decision))
         ),
         "runs are without gradients": lambda: _patched(
             (example_inputs, "MODES", (Mode(True, False), Mode(False, False)))
@@ -308,7 +311,7 @@ def _planner() -> dict[str, Fault]:
 
 
 def _without_partial() -> Any:
-    original = proofs._Decider.run
+    original = decision._Decider.run
 
     def run(self: Any, widest: Any) -> Any:
         decision = original(self, widest)

@@ -55,20 +55,20 @@ SAME_BITS = (
     Edit("sharding/same_bits.py", "overrides=overrides,", "", f"{TRAINED} -k overrides"),
     Edit("sharding/same_bits.py", "strategy=plan.strategy,", 'strategy="auto",', f"{OVERRIDES} -k rules"),
     Edit(
-        "planning/ties.py",
+        "planning/alone/ties.py",
         '"default" if old is None or',
         '"default" if old is None or old.source or',
         f"{OVERRIDES} -k rules",
     ),
     Edit("sharding/same_bits.py", "    if not plan.sequence_parallel:", "    if largest < 0:", f"{TRAINED} -k refused"),
     Edit(
-        "planning/proofs.py",
+        "planning/proofs/decision.py",
         "dict.fromkeys((divisor(world_size), world_size))",
         "(world_size,)",
         "tests/planning/test_degrees.py -k largest_number",
     ),
     Edit(
-        "planning/proofs.py",
+        "planning/proofs/decision.py",
         " if self._widest is None else self.search.prove_like(group, self._widest[group])",
         "",
         "tests/planning/test_degrees.py -k grouped",

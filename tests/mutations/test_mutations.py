@@ -66,5 +66,5 @@ def test_what_is_filed_of_an_edit_is_a_test_that_is_there() -> None:
         file, _, test = told["by"].partition("::")
         before, found, _ = (ROOT / file).read_text().partition(f"\ndef {test.partition('[')[0]}(")
         assert told["outcome"] == "killed" and found, name
-        marks = before.rpartition("\n\n\n")[2]
+        marks = f"{before}\n".rpartition("\n\n\n")[2]
         assert "\n@pytest.mark.slow(" not in f"\n{marks}", f"{name}: CI alone would notice it: {told['by']} is slow"

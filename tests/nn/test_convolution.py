@@ -20,7 +20,7 @@ from tests.nn.reference import LIMIT_S, tp_mesh
 from tests.ops.same_bits import assert_same
 from tpkernels.nn.convolution import channel_dims, cut_channels, why_not_cut
 from tpkernels.partition import chunk_sizes, offsets
-from tpkernels.planning.convolutions import check_channels
+from tpkernels.planning.alone.convolutions import check_channels
 from tpkernels.sharding import Channels, Replicate
 from tpkernels.testing.numeric import assert_within_bound
 from tpkernels.testing.spawn import Pools

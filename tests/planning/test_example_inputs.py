@@ -12,8 +12,8 @@ from torch import nn
 
 import tpkernels as tpk
 from tests.models import zoo
-from tpkernels.planning.example_inputs import Tokens
-from tpkernels.planning.shadow import Shadow
+from tpkernels.planning.runs.example_inputs import Tokens
+from tpkernels.planning.runs.shadow import Shadow
 from tpkernels.planning.styles import Column, Row
 
 pytest.importorskip("transformers", reason="the package transformers is missing: pip install transformers")

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tpkernels as tpk
-from tpkernels.planning.experts import Refused, check_layout, find_experts, layout_of
+from tpkernels.planning.modules.experts import Refused, check_layout, find_experts, layout_of
 from tpkernels.planning.styles import Experts
 from tpkernels.sharding.same_bits import check_plan
 

@@ -13,7 +13,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 import tpkernels as tpk
 from tests.models.compare import compare_tensors, differs
 from tests.nn.reference import LIMIT_S, tp_mesh
-from tpkernels.planning.layers import is_attention, kind_of, layer_of, unswappable
+from tpkernels.planning.modules.layers import is_attention, kind_of, layer_of, unswappable
 from tpkernels.testing.spawn import Pools
 
 WIDTH, HIDDEN = 6, 14

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tpkernels.planning.example_inputs import Observation
-from tpkernels.planning.shadow import MODES, Mode
+from tpkernels.planning.runs.example_inputs import Observation
+from tpkernels.planning.runs.shadow import MODES, Mode
 
 pytestmark = pytest.mark.cpu
 

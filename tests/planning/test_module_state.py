@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import tpkernels as tpk
-from tpkernels.planning.example_inputs import Observation
+from tpkernels.planning.runs.example_inputs import Observation
 from tpkernels.planning.styles import Column, Row
 
 pytestmark = pytest.mark.cpu

@@ -12,8 +12,8 @@ import tpkernels as tpk
 from tests.models.compare import LIMIT, compare_tensors, differs
 from tests.nn.reference import LIMIT_S, tp_mesh
 from tests.planning.asking import Asking
-from tpkernels.planning.example_inputs import Observation
-from tpkernels.planning.session import Opaque
+from tpkernels.planning.runs.example_inputs import Observation
+from tpkernels.planning.runs.session import Opaque
 from tpkernels.sharding import Column, Replicate, Row
 from tpkernels.testing.spawn import Pools
 
@@ -134,7 +134,7 @@ class Waiting(nn.Module):
 
 @pytest.mark.cpu
 def test_a_loop_that_waits_for_a_value_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tpkernels.planning.fake_answers.MOST_ANSWERS", 20)
+    monkeypatch.setattr("tpkernels.planning.runs.fake_answers.MOST_ANSWERS", 20)
     observation = Observation(nn.Sequential(Waiting(), nn.Linear(8, 8)), X)
     assert "loop without end" in observation.problem
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import tpkernels as tpk
 from tests.planning.test_experts import E, H, Mixed, Model, N
-from tpkernels.planning.experts import Refused, find_experts, layout_of
+from tpkernels.planning.modules.experts import Refused, find_experts, layout_of
 from tpkernels.planning.styles import Experts
 
 pytestmark = pytest.mark.cpu

@@ -20,9 +20,9 @@ from tests.planning import per_head
 from tests.planning.by_value import problems
 from tests.planning.per_head import Attention
 from tpkernels.errors import UnprovenCallWarning
-from tpkernels.planning import layers
-from tpkernels.planning.layers import layer_of
-from tpkernels.planning.numbers import number_of, set_number
+from tpkernels.planning.modules import layers
+from tpkernels.planning.modules.layers import layer_of
+from tpkernels.planning.modules.numbers import number_of, set_number
 from tpkernels.planning.styles import Column, PartNorm, Replicate, Row, Sliced, Vocabulary
 from tpkernels.testing.spawn import Pools
 

@@ -16,7 +16,7 @@ from tests.models import zoo
 from tests.planning.leaking import Leaking
 from tpkernels import cli
 from tpkernels.nn.digests import json_digest
-from tpkernels.planning.plan import VERSION
+from tpkernels.planning.entries.plan import VERSION
 from tpkernels.sharding import Channels, Column, CopiedHeads, Replicate, Row, Vocabulary
 
 pytestmark = pytest.mark.cpu

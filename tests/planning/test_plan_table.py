@@ -8,7 +8,7 @@ import pytest
 
 import tpkernels as tpk
 from tests.models import zoo
-from tpkernels.planning.plan_table import WIDTH
+from tpkernels.planning.entries.plan_table import WIDTH
 
 pytest.importorskip("transformers", reason="the package transformers is missing: pip install transformers")
 

@@ -15,9 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 import tpkernels as tpk
 from tests.planning import asking
 from tests.planning.asking import Keeping
-from tpkernels.planning.example_inputs import Observation
-from tpkernels.planning.higher_order_ops import flex_attention
-from tpkernels.planning.trace_leaks import FakeTensorLeft
+from tpkernels.planning.runs.example_inputs import Observation
+from tpkernels.planning.runs.higher_order_ops import flex_attention
+from tpkernels.planning.runs.trace_leaks import FakeTensorLeft
 from tpkernels.sharding import Column, Row
 
 pytestmark = pytest.mark.cpu

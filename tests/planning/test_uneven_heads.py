@@ -17,7 +17,7 @@ from tests.planning.packed_heads import Grouped
 from tests.planning.per_head import WIDTH, Attention
 from tpkernels.nn import ColumnParallelLinear, RowParallelLinear
 from tpkernels.nn.parallel_linear import ParallelLinear
-from tpkernels.planning import replay
+from tpkernels.planning.replays import replay
 from tpkernels.sharding import Column, CopiedHeads, Features, Row
 from tpkernels.testing.spawn import Pools
 

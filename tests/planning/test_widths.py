@@ -19,7 +19,7 @@ from tests.nn.reference import LIMIT_S, tp_mesh
 from tests.planning.by_value import LIMIT, problems
 from tpkernels.errors import UnprovenCallWarning
 from tpkernels.nn.shown_width import ShownWidth, show_width
-from tpkernels.planning.numbers import number_of, owner_of, width_in, width_name
+from tpkernels.planning.modules.numbers import number_of, owner_of, width_in, width_name
 from tpkernels.planning.styles import Column, Row
 from tpkernels.testing.spawn import Pools
 

@@ -40,9 +40,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from tpkernels.nn.parameters import tp_mesh
-from tpkernels.planning.plan import ShardingPlan
+from tpkernels.planning.alone.whole_layers import name_whole_layers
+from tpkernels.planning.entries.plan import ShardingPlan
 from tpkernels.planning.planner import make_plan
-from tpkernels.planning.whole_layers import name_whole_layers
 from tpkernels.sharding import apply
 from tpkernels.sharding.data_parallel import DP_AXES, data_parallel
 from tpkernels.state.checkpoint import load_pretrained

@@ -41,7 +41,7 @@ from tpkernels.nn.row import RowParallelLinear
 from tpkernels.nn.same_weights import compared, init_weights
 from tpkernels.ops import all_gather, shard
 from tpkernels.partition import chunk_sizes
-from tpkernels.planning.layers import layer_of, own_base, take_place, unswappable
+from tpkernels.planning.modules.layers import layer_of, own_base, take_place, unswappable
 from tpkernels.sharding.randomness import Fork
 
 __all__ = ["ColumnParallel", "Replicated", "RowParallel", "SequenceParallel", "VocabParallel"]

@@ -29,7 +29,7 @@ from typing import Any
 from torch import nn
 
 from tpkernels.packages import needed
-from tpkernels.planning.shared_inputs import share_inputs
+from tpkernels.planning.entries.shared_inputs import share_inputs
 from tpkernels.sharding.apply import parallelize
 
 __all__ = ["NAME", "first_missing", "parallelize_llama"]

@@ -9,8 +9,8 @@ It owns how a module that holds all experts in 3-dimensional parameters becomes 
 A module that has one matrix per expert, and takes rows in the order of their experts, gives ``x @ first[e]^T`` of each
 row, gathered over the ranks: what is before and behind it is code of the model's, on whole rows.
 
-It assumes that the layout is right.  :mod:`tpkernels.planning.experts` compares it with the module's own forward.
-:class:`~tpkernels.nn.ParallelExperts` is for models that are written with it.
+It assumes that the layout is right.  :mod:`tpkernels.planning.modules.experts` compares it with the module's own
+forward. :class:`~tpkernels.nn.ParallelExperts` is for models that are written with it.
 """
 
 from __future__ import annotations

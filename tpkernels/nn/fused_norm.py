@@ -9,7 +9,8 @@
 It owns :class:`PendingSum`, which stands for y, and :class:`FusedNorm`, the tie between one row and one norm.  The
 model's code runs as it is.  Whatever it does to y other than one addition makes y an ordinary tensor first, with the
 value and the gradient that it would have had.  So the proof that a row is followed by a norm
-(:mod:`tpkernels.planning.fused_norms`) is about speed: without it results are right, and a norm was computed in vain.
+(:mod:`tpkernels.planning.entries.fused_norms`) is about speed: without it results are right, and a norm was computed in
+vain.
 
 All ranks make the same call for each y, whoever looks at it: y on its own is the sum with a residual of zeros, so that
 a hook on one rank alone does not make ranks differ.  With sequence parallelism that holds for the forward pass: if one

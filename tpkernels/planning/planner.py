@@ -1,7 +1,7 @@
 """``make_plan``: decide what to do with every module of a model.
 
 It owns how the sources combine: overrides and the data flow decide, while plan files and ``tp_plan`` are printed beside
-them; the layers that are left are cut by themselves (:mod:`tpkernels.planning.single_layers`).
+them; the layers that are left are cut by themselves (:mod:`tpkernels.planning.alone.single_layers`).
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from torch.distributed.tensor import DTensor
 from tpkernels.comm.groups import GroupLike, resolve
 from tpkernels.gemm.canonical import check_blocks
 from tpkernels.nn.parameters import tp_mesh
-from tpkernels.planning.asked_roles import asked_in_other_pieces, roles_asked_for
-from tpkernels.planning.convolutions import convolution_choices
-from tpkernels.planning.example_inputs import Observation, observe
-from tpkernels.planning.fused_norms import find_fused_norms
+from tpkernels.planning.alone.convolutions import convolution_choices
+from tpkernels.planning.alone.kept_layers import kept_layers
+from tpkernels.planning.alone.single_layers import by_rule, sums_its_gradient
+from tpkernels.planning.alone.ties import tied_modules, untie
+from tpkernels.planning.alone.whole_in_out import READ, attention_choices, check_experts, experts_choices
+from tpkernels.planning.entries.fused_norms import find_fused_norms
+from tpkernels.planning.entries.plan import NO_DATA_FLOW, STRATEGIES, ShardingPlan
+from tpkernels.planning.entries.plan_entries import Chosen, make_entries
+from tpkernels.planning.entries.shared_inputs import find_shared
 from tpkernels.planning.hints import Hints, hints_for, override_styles
-from tpkernels.planning.hypotheses import Attributes, Slice
-from tpkernels.planning.inner_blocks import find_inner_blocks
-from tpkernels.planning.kept_layers import kept_layers
-from tpkernels.planning.layers import Layer, layer_of, own_base
-from tpkernels.planning.pair_choices import numbers_by_channel, pair_choices, refuse_by_hand, seen_elsewhere
-from tpkernels.planning.plan import NO_DATA_FLOW, STRATEGIES, ShardingPlan
-from tpkernels.planning.plan_entries import Chosen, make_entries
-from tpkernels.planning.proofs import SMALL_GROUP, Decision, decide
-from tpkernels.planning.replay import Role
-from tpkernels.planning.row_counts import count_rows, elements_in, untrained_in
-from tpkernels.planning.sequence_flow import Stream, follow
-from tpkernels.planning.shared_inputs import find_shared
-from tpkernels.planning.single_layers import by_rule, sums_its_gradient
-from tpkernels.planning.source_reads import maybe_read
+from tpkernels.planning.modules.layers import Layer, layer_of, own_base
+from tpkernels.planning.modules.source_reads import maybe_read
+from tpkernels.planning.proofs.asked_roles import asked_in_other_pieces, roles_asked_for
+from tpkernels.planning.proofs.decision import SMALL_GROUP, Decision, decide
+from tpkernels.planning.proofs.hypotheses import Attributes, Slice
+from tpkernels.planning.proofs.inner_blocks import find_inner_blocks
+from tpkernels.planning.proofs.pair_choices import numbers_by_channel, pair_choices, refuse_by_hand, seen_elsewhere
+from tpkernels.planning.proofs.weights_in_parts import shown_in_another_shape
+from tpkernels.planning.proofs.why_alone import Neighbours
+from tpkernels.planning.replays.replay import Role
+from tpkernels.planning.replays.sequence_flow import Stream, follow
+from tpkernels.planning.runs.example_inputs import Observation, observe
+from tpkernels.planning.runs.row_counts import count_rows, elements_in, untrained_in
+from tpkernels.planning.runs.trace_leaks import nothing_left
+from tpkernels.planning.runs.weight_reads import called_by_weight
 from tpkernels.planning.splits import divisor, for_degrees
 from tpkernels.planning.styles import Column, CopiedHeads, Features, PartNorm, Replicate, Row, Sliced, Style
-from tpkernels.planning.ties import tied_modules, untie
-from tpkernels.planning.trace_leaks import nothing_left
-from tpkernels.planning.weight_reads import called_by_weight
-from tpkernels.planning.weights_in_parts import shown_in_another_shape
-from tpkernels.planning.whole_in_out import READ, attention_choices, check_experts, experts_choices
-from tpkernels.planning.why_alone import Neighbours
 
 __all__ = ["check_plain", "make_plan"]
 

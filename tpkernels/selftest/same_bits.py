@@ -24,7 +24,7 @@ from tpkernels.comm.startup import new_group
 from tpkernels.measure.gathered import from_all_ranks, to_plain
 from tpkernels.measure.progress import remaining
 from tpkernels.nn.gathering import gathered
-from tpkernels.planning.plan import ShardingPlan
+from tpkernels.planning.entries.plan import ShardingPlan
 from tpkernels.planning.styles import Style
 from tpkernels.selftest.small_decoder import SHAPES, Decoder, Shape
 

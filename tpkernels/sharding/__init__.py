@@ -1,7 +1,7 @@
 """Sharding of whole models: ``make_plan`` finds a plan, made of styles, and ``parallelize`` applies it."""
 
-from tpkernels.planning.layers import register_layer
-from tpkernels.planning.plan import ShardingPlan
+from tpkernels.planning.entries.plan import ShardingPlan
+from tpkernels.planning.modules.layers import register_layer
 from tpkernels.planning.planner import make_plan
 from tpkernels.planning.styles import (
     Channels,

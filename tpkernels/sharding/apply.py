@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict
 from functools import partial
 from typing import TypeVar
 
@@ -26,33 +25,36 @@ from tpkernels.comm.groups import GroupLike, resolve
 from tpkernels.errors import FallbackPlanWarning
 from tpkernels.gemm.canonical import check_job
 from tpkernels.nn.by_weight import call_by_weight
-from tpkernels.nn.column import ColumnParallelLinear
 from tpkernels.nn.convolution import cut_channels
-from tpkernels.nn.copied_heads import CopiedHeadsLinear, check_copies
+from tpkernels.nn.copied_heads import check_copies
 from tpkernels.nn.cut_experts import CutExperts, call_inner, caller_of
-from tpkernels.nn.embedding import VocabParallelEmbedding
-from tpkernels.nn.feature_embedding import FeatureParallelEmbedding
 from tpkernels.nn.multihead import ParallelMultiheadAttention, why_not_parallel
-from tpkernels.nn.packed import PackedColumnParallelLinear
 from tpkernels.nn.paired_convolution import pair_channels
 from tpkernels.nn.parameters import check_unit, tp_mesh
 from tpkernels.nn.part_norm import part_norm
-from tpkernels.nn.replicated import Converted, replicate_parameters
+from tpkernels.nn.replicated import replicate_parameters
 from tpkernels.nn.retired import retires_parameters
-from tpkernels.nn.row import RowParallelLinear
 from tpkernels.nn.same_weights import compared
 from tpkernels.nn.sliced import check_slices, slice_parameters
 from tpkernels.nn.sliced_arguments import slice_arguments
 from tpkernels.nn.summed_output import sum_output_gradient
 from tpkernels.nn.torch_encoder import call_cut_layers
 from tpkernels.nn.whole_linear import WholeLinear
-from tpkernels.planning.experts import Refused, check_layout
+from tpkernels.planning.alone.whole_in_out import check_experts
+from tpkernels.planning.entries.plan import ShardingPlan
+from tpkernels.planning.entries.shared_inputs import share_inputs
 from tpkernels.planning.hints import match
-from tpkernels.planning.layers import Layer, as_torchs, is_attention, layer_of, own_base, take_place, unswappable
-from tpkernels.planning.numbers import owner_of, set_number
-from tpkernels.planning.plan import ShardingPlan
+from tpkernels.planning.modules.experts import Refused, check_layout
+from tpkernels.planning.modules.layers import (
+    Layer,
+    is_attention,
+    layer_of,
+    own_base,
+    take_place,
+    unswappable,
+)
+from tpkernels.planning.modules.numbers import owner_of, set_number
 from tpkernels.planning.planner import check_plain, make_plan
-from tpkernels.planning.shared_inputs import share_inputs
 from tpkernels.planning.styles import (
     Channels,
     Column,
@@ -68,12 +70,12 @@ from tpkernels.planning.styles import (
     Vocabulary,
     as_style,
 )
-from tpkernels.planning.whole_in_out import check_experts
 from tpkernels.sharding.batches import compare_batches
 from tpkernels.sharding.block_masks import drop_by_blocks, refuse_draws
 from tpkernels.sharding.fused_norms import fuse_norms
 from tpkernels.sharding.outputs import whole_outputs
 from tpkernels.sharding.randomness import differ_between, leave_on_errors
+from tpkernels.sharding.replacements import replacements
 from tpkernels.sharding.replicas import compare_models
 from tpkernels.sharding.same_bits import check_plan, check_styles
 from tpkernels.sharding.sequence_parallel import run_sequence_parallel
@@ -202,9 +204,9 @@ def parallelize(
     if not verify:
         weights.take_first()
     weights.report(stacklevel=4)  # past the decorators
-    replacements, converted = _replacements(modules, swaps, tp)
+    swapped, converted = replacements(modules, swaps, tp)
     attentions = {name: style for name, style in styles.items() if isinstance(style, Heads) and not style.inner}
-    replacements += [
+    swapped += [
         (modules[name], ParallelMultiheadAttention.from_attention(_attention(modules[name]), tp))
         for name in {id(modules[name]): name for name in attentions}.values()
     ]
@@ -216,7 +218,7 @@ def parallelize(
         id(modules[name]): (modules[name], style) for name, style in styles.items() if isinstance(style, PartNorm)
     }
     norms = [(old, part_norm(old, tp, **vars(style))) for old, style in over_parts.values()]
-    for old, new in replacements:
+    for old, new in swapped:
         take_place(old, new)
     for old, new in (*mixtures, *norms):
         old.__class__, old.__dict__ = type(new), new.__dict__
@@ -227,7 +229,7 @@ def parallelize(
             pair_channels(convolution, tp, inputs=channels.inputs, segments=channels.segments)
         else:
             cut_channels(convolution, tp)
-    call_cut_layers(model, [old for old, _ in replacements])
+    call_cut_layers(model, [old for old, _ in swapped])
     # A ShardingPlan says of each module what happens to its own parameters, a mapping of all that a module holds,
     # outer modules last, because what an inner one was told holds.
     for name in sorted(styles, key=lambda name: name.count("."), reverse=True):
@@ -387,55 +389,6 @@ def _tie_kind(style: Style, layer: Layer) -> str | None:
     """The kind of a layer for ties: layers of one kind can share one weight."""
     rows = isinstance(style, Vocabulary) or (isinstance(style, Column) and not style.segments and style.unit == 1)
     return "rows" if rows and layer.kind != "conv1d" else None
-
-
-def _replacements(
-    modules: Mapping[str, nn.Module], swaps: Mapping[str, Style], tp: DeviceMesh
-) -> tuple[list[tuple[nn.Module, nn.Module]], Converted]:
-    """A new layer for each old one, and what their parameters became, so that tied ones stay one."""
-    made: list[tuple[nn.Module, nn.Module]] = []
-    converted: Converted = {}
-    done: set[int] = set()
-    for name, style in swaps.items():
-        old = modules[name]
-        if id(old) in done:
-            continue
-        done.add(id(old))
-        new = _replace(old, style, tp)
-        made.append((old, new))
-        for key, parameter in new.named_parameters(recurse=False):
-            plain = old._parameters[key]
-            assert plain is not None
-            if id(plain) in converted:
-                new._parameters[key] = converted[id(plain)][1]
-            else:
-                converted[id(plain)] = plain, parameter
-    return made, converted
-
-
-def _replace(old: nn.Module, style: Style, tp: DeviceMesh) -> nn.Module:
-    options = asdict(style)
-    options.pop("summed_gradient", None)
-    sums = options.pop("sum_input_gradient", True)
-    old = as_torchs(old)
-    if isinstance(style, Column):
-        packed = ("segments", "units", "copied", "behind", "copied_heads", "copies")
-        for option in ("gather_output", "unit") if style.segments else packed:
-            del options[option]
-        kind = PackedColumnParallelLinear if style.segments else ColumnParallelLinear
-        column = kind.from_linear(old, tp, **options)
-        if not sums:
-            column.sum_input_gradient = False
-        return column
-    if isinstance(style, Row):
-        return RowParallelLinear.from_linear(old, tp, **options)
-    if isinstance(style, CopiedHeads):
-        return CopiedHeadsLinear.from_linear(old, tp, **options)
-    assert isinstance(old, nn.Embedding)
-    if isinstance(style, Vocabulary):
-        return VocabParallelEmbedding.from_embedding(old, tp, **options)
-    assert isinstance(style, Features)
-    return FeatureParallelEmbedding.from_embedding(old, tp, **options)
 
 
 def is_parallel(model: nn.Module) -> bool:

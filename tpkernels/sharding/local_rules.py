@@ -1,7 +1,7 @@
 """How real tensors of one rank are cut after an op, where the rules of whole tensors would need the whole shape.
 
-It owns :data:`OWN`, rules by overload packet that replace those in :mod:`tpkernels.planning.rules`.  Each gives every
-layout of the result that the local sizes allow.
+It owns :data:`OWN`, rules by overload packet that replace those in :mod:`tpkernels.planning.replays.rules`.  Each gives
+every layout of the result that the local sizes allow.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tpkernels.planning.rules import RULES, Call
+from tpkernels.planning.replays.rules import RULES, Call
 from tpkernels.planning.splits import Split, Unproven, group_of, through_view
 
 __all__ = ["OWN"]

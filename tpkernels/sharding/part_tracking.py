@@ -1,7 +1,7 @@
 """Which tensors of a running model are parts: one forward pass, followed op by op on the real tensors of this rank.
 
 It owns :class:`Parts`, a dispatch mode.  The outputs of column layers, and of sums over the ranks that leave parts, are
-marked with how they are cut.  Ops pass marks on by the rules of :mod:`tpkernels.planning.rules`; gathers and
+marked with how they are cut.  Ops pass marks on by the rules of :mod:`tpkernels.planning.replays.rules`; gathers and
 all-reduces end them.  Whole shapes are unknown here, so the rules are asked as for one rank: local shapes are the whole
 ones.
 
@@ -27,10 +27,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tpkernels.nn.fused_norm import PendingSum
-from tpkernels.planning.op_arguments import numbers_in
-from tpkernels.planning.op_call import is_pointwise
-from tpkernels.planning.rules import RULES, Call, pointwise
-from tpkernels.planning.session import Shape, as_shapes, canonical
+from tpkernels.planning.replays.op_call import is_pointwise
+from tpkernels.planning.replays.rules import RULES, Call, pointwise
+from tpkernels.planning.runs.op_arguments import numbers_in
+from tpkernels.planning.runs.session import Shape, as_shapes, canonical
 from tpkernels.planning.splits import Split, Unproven
 from tpkernels.sharding.local_rules import OWN
 

@@ -20,7 +20,7 @@ from typing import cast
 
 from torch import nn
 
-from tpkernels.planning.plan import ShardingPlan
+from tpkernels.planning.entries.plan import ShardingPlan
 from tpkernels.planning.planner import make_plan
 from tpkernels.planning.splits import for_degrees, held
 from tpkernels.planning.styles import Channels, Column, CopiedHeads, Experts, Replicate, Row, Style, Vocabulary

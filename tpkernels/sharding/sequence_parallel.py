@@ -2,8 +2,9 @@
 
 It owns the hooks that cut the residual before the first block and gather it after the last, hand each module the form
 that it takes, and give each rank its own random numbers in between.  A DTensor has its whole shape, so the model's own
-reshapes, masks and positions stay right.  :mod:`tpkernels.planning.sequence_flow` has proven that only elementwise ops
-and reshapes meet it.  The idea of carrying the residual as a DTensor is that of torch's ``SequenceParallel`` style.
+reshapes, masks and positions stay right.  :mod:`tpkernels.planning.replays.sequence_flow` has proven that only
+elementwise ops and reshapes meet it.  The idea of carrying the residual as a DTensor is that of torch's
+``SequenceParallel`` style.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tpkernels.nn.packed import PackedColumnParallelLinear
 from tpkernels.nn.row import RowParallelLinear
 from tpkernels.ops import all_gather, shard
 from tpkernels.partition import chunk_sizes
-from tpkernels.planning.plan import ShardingPlan
+from tpkernels.planning.entries.plan import ShardingPlan
 from tpkernels.planning.styles import Column, CopiedHeads, Row
 from tpkernels.sharding.randomness import Fork
 from tpkernels.sharding.sequence_blocks import SequenceBlocks

@@ -14,8 +14,8 @@ from tpkernels.nn.copied_heads import check_copies
 from tpkernels.nn.normed_weight import weight_norm_of
 from tpkernels.nn.parameters import check_unit
 from tpkernels.partition import copied_places
-from tpkernels.planning.convolutions import check_channels
-from tpkernels.planning.layers import Layer
+from tpkernels.planning.alone.convolutions import check_channels
+from tpkernels.planning.modules.layers import Layer
 from tpkernels.planning.styles import Channels, Column, CopiedHeads, Features, Heads, Style
 
 __all__ = ["check_column", "convolutions_in", "makes_parts"]

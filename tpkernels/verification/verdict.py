@@ -7,7 +7,7 @@ import math
 from dataclasses import asdict, dataclass, replace
 
 from tpkernels.errors import VerificationError
-from tpkernels.planning.plan import ShardingPlan
+from tpkernels.planning.entries.plan import ShardingPlan
 from tpkernels.verification.bounds import FACTOR
 
 __all__ = ["Difference", "Row", "Verification"]

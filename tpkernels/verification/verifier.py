@@ -25,10 +25,10 @@ from tpkernels.comm.groups import GroupLike, resolve
 from tpkernels.errors import CommunicationError
 from tpkernels.nn.digests import digest_of
 from tpkernels.nn.parameters import tp_mesh
-from tpkernels.planning.example_inputs import as_call, candidates
+from tpkernels.planning.entries.plan import ShardingPlan
 from tpkernels.planning.hints import match
-from tpkernels.planning.plan import ShardingPlan
 from tpkernels.planning.planner import check_plain, make_plan
+from tpkernels.planning.runs.example_inputs import as_call, candidates
 from tpkernels.planning.splits import for_degrees
 from tpkernels.planning.styles import Style, as_style
 from tpkernels.state.collective_errors import Ranks

@@ -17,13 +17,13 @@ from tpkernels.integrations.keras.plan import KerasPlan, LayerPlan, Numbers
 from tpkernels.integrations.keras.shadow import MODES_RUN, Equation, KerasShadow
 from tpkernels.integrations.keras.tables import table_cuts, why_table_stays_whole
 from tpkernels.integrations.keras.traffic import Traffic
-from tpkernels.planning.example_inputs import Observation
-from tpkernels.planning.hypotheses import Proof
-from tpkernels.planning.layer_groups import Group
-from tpkernels.planning.proofs import Decision, decide
-from tpkernels.planning.session import Event
+from tpkernels.planning.proofs.decision import Decision, decide
+from tpkernels.planning.proofs.hypotheses import Proof
+from tpkernels.planning.runs.example_inputs import Observation
+from tpkernels.planning.runs.layer_groups import Group
+from tpkernels.planning.runs.session import Event
+from tpkernels.planning.runs.trace import Example, Recording
 from tpkernels.planning.splits import as_array_split, share
-from tpkernels.planning.trace import Example, Recording
 
 __all__ = ["EXPANSION", "check_built", "example_of", "make_plan"]
 

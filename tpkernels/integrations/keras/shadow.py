@@ -1,6 +1,6 @@
 """A Keras model for the planner: run on fake tensors, without a copy of it.
 
-It owns the :class:`KerasShadow`, which stands where :class:`tpkernels.planning.shadow.Shadow` stands for a PyTorch
+It owns the :class:`KerasShadow`, which stands where :class:`tpkernels.planning.runs.shadow.Shadow` stands for a PyTorch
 model.  Keras layers cannot be copied, so the model itself runs: ``keras.StatelessScope`` gives its variables fake
 values, and what a run changes (attributes, ``input_spec``, methods of instances, hooks) is put back afterwards.
 
@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tpkernels.integrations.keras import backend
-from tpkernels.planning.fake_answers import GUESSES
-from tpkernels.planning.gradient_code import code_of_gradients
-from tpkernels.planning.layers import Layer
-from tpkernels.planning.session import Session
-from tpkernels.planning.shadow import MODES, Mode, Shadow
+from tpkernels.planning.modules.layers import Layer
+from tpkernels.planning.runs.fake_answers import GUESSES
+from tpkernels.planning.runs.gradient_code import code_of_gradients
+from tpkernels.planning.runs.session import Session
+from tpkernels.planning.runs.shadow import MODES, Mode, Shadow
 
 __all__ = ["Equation", "KerasShadow", "equation_of", "named_layers"]
 

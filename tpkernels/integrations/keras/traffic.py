@@ -13,7 +13,7 @@ from typing import Any
 from tpkernels.integrations.keras import backend
 from tpkernels.integrations.keras.cuts import Cut
 from tpkernels.integrations.keras.shadow import Equation
-from tpkernels.planning.trace import Recording
+from tpkernels.planning.runs.trace import Recording
 
 __all__ = ["Traffic"]
 

@@ -8,8 +8,8 @@ parameters.
 :func:`hold_apart` gives gate and up parameters of their own, without which no snapshot could be written: each rank has
 a piece of both in what transformers cut.
 
-It assumes nothing of the class's name: :mod:`tpkernels.planning.experts` compares the module's own forward with a
-layout, on samples.  It refuses, with the reason, experts that compute something else, and parameters that are cut
+It assumes nothing of the class's name: :mod:`tpkernels.planning.modules.experts` compares the module's own forward with
+a layout, on samples.  It refuses, with the reason, experts that compute something else, and parameters that are cut
 otherwise than their layout asks for.
 """
 
@@ -25,7 +25,7 @@ from tpkernels.nn.cut_experts import CutExperts, ExpertsLayout, arguments_of, ex
 from tpkernels.nn.gathering import pieces_of
 from tpkernels.nn.parameters import local
 from tpkernels.nn.retired import retires_parameters
-from tpkernels.planning.experts import KnownExperts, Refused, find_experts, takes
+from tpkernels.planning.modules.experts import KnownExperts, Refused, find_experts, takes
 
 __all__ = ["ExpertsForward", "experts_forward", "hold_apart"]
 

@@ -23,9 +23,9 @@ from tpkernels.integrations.transformers.adapters import is_adapter, let_adapter
 from tpkernels.integrations.transformers.experts import hold_apart
 from tpkernels.nn.parameters import tp_mesh
 from tpkernels.packages import needed
-from tpkernels.planning.plan import ShardingPlan
+from tpkernels.planning.alone.whole_layers import name_whole_layers
+from tpkernels.planning.entries.plan import ShardingPlan
 from tpkernels.planning.planner import make_plan
-from tpkernels.planning.whole_layers import name_whole_layers
 from tpkernels.sharding.apply import parallelize
 from tpkernels.sharding.data_parallel import data_parallel
 from tpkernels.state.collective_errors import Ranks

@@ -37,7 +37,7 @@ from tpkernels.nn.embedding import VocabParallelEmbedding
 from tpkernels.nn.feature_embedding import FeatureParallelEmbedding
 from tpkernels.nn.row import RowParallelLinear
 from tpkernels.nn.shared_input import SharedInput
-from tpkernels.planning.experts import KnownExperts, Refused
+from tpkernels.planning.modules.experts import KnownExperts, Refused
 
 __all__ = ["Registration", "register"]
 

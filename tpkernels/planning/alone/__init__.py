@@ -1,0 +1,1 @@
+"""Layers that no proof takes with their neighbours: cut by themselves, and gathered, or left whole."""

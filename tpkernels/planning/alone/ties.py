@@ -1,0 +1,81 @@
+"""Parameters that several modules share: layers that hold one are cut alike, or stay whole."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+
+from torch import nn
+
+from tpkernels.planning.entries.plan_entries import Chosen
+from tpkernels.planning.modules.layers import Layer
+from tpkernels.planning.styles import Column, Replicate, Vocabulary
+
+__all__ = ["tied_modules", "untie"]
+
+
+def tied_modules(modules: Mapping[str, nn.Module]) -> dict[str, list[str]]:
+    """Modules that share a parameter with others, each with these others."""
+    owners: dict[int, list[str]] = {}
+    for name, module in modules.items():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append(name)
+    return {name: names for names in owners.values() if len(names) > 1 for name in names}
+
+
+def untie(
+    modules: Mapping[str, nn.Module],
+    layers: Mapping[str, Layer],
+    chosen: dict[str, Chosen],
+    direct: Container[str] | None,
+) -> None:
+    """Cut tied weights alike, by vocabulary, or keep them whole; a layer may have two ties (weight, bias).
+
+    Args:
+        direct: modules whose parameters the model reads past them, as the data flow shows; None without one.
+
+    Raises:
+        ValueError: an override asks for something else.
+    """
+    while _untie_once(modules, layers, chosen, direct):
+        pass
+
+
+def _untie_once(
+    modules: Mapping[str, nn.Module],
+    layers: Mapping[str, Layer],
+    chosen: dict[str, Chosen],
+    direct: Container[str] | None,
+) -> bool:
+    """Whether a layer that was to be cut stays whole now, so that others with ties to it must, too."""
+    before = {name: choice.style for name, choice in chosen.items()}
+    for owners in tied_modules(modules).values():
+        styles = {owner: chosen[owner].style for owner in owners if owner in chosen}
+        are_layers = all(owner in layers or _is_idle(owner, modules, layers, direct) for owner in owners)
+        alike = are_layers and all(
+            isinstance(s, Vocabulary) or (isinstance(s, Column) and not s.segments) for s in styles.values()
+        )
+        conv = any(owner in layers and layers[owner].kind == "conv1d" for owner in owners)
+        if alike and not conv:
+            continue
+        for owner in owners:
+            old = chosen.get(owner)
+            others = ", ".join(other for other in owners if other != owner)
+            if old is not None and old.source == "override" and not isinstance(old.style, Replicate):
+                raise ValueError(
+                    f"the override of {owner!r} conflicts with its weight being tied to that of {others}: override "
+                    'all of them, a table by "vocabulary" and a head by "column_gather"'
+                )
+            source = "default" if old is None or old.source != "override" else "override"
+            chosen[owner] = Chosen(Replicate(), source, f"tied to {others}, which stays whole")
+    return before != {name: choice.style for name, choice in chosen.items()}
+
+
+def _is_idle(
+    name: str, modules: Mapping[str, nn.Module], layers: Mapping[str, Layer], direct: Container[str] | None
+) -> bool:
+    """Whether only layers read the parameters that the module holds, as far as the data flow shows."""
+    if direct is None:
+        return False
+    held = {id(parameter) for parameter in modules[name].parameters(recurse=False)}
+    readers = [n for n in layers if held & {id(p) for p in modules[n].parameters(recurse=False)}]
+    return bool(readers) and not any(reader in direct for reader in readers)

@@ -1,0 +1,118 @@
+"""Modules of several matrices that take and give whole tensors, whatever is around them: attention, and experts.
+
+It owns what happens to torch's own attention, whose heads are cut inside, and to the experts of a mixture, of each of
+which a rank has a slice of the features, or some of them whole.  Their outputs are summed before they are given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from dataclasses import asdict
+
+from torch import nn
+
+from tpkernels.nn.multihead import why_not_parallel
+from tpkernels.partition import chunk_sizes, unit_sizes
+from tpkernels.planning.entries.plan_entries import Chosen
+from tpkernels.planning.modules.experts import KnownExperts
+from tpkernels.planning.modules.layers import is_attention, unswappable
+from tpkernels.planning.runs.example_inputs import Observation
+from tpkernels.planning.runs.trace import Recording
+from tpkernels.planning.splits import degrees, divisor
+from tpkernels.planning.styles import Experts, Heads, Replicate
+
+__all__ = ["READ", "attention_choices", "check_experts", "experts_choices"]
+
+READ = "has parameters that the model uses without calling the module"
+
+
+def attention_choices(
+    modules: Mapping[str, nn.Module],
+    chosen: Mapping[str, Chosen],
+    world_size: int,
+    read: Container[str],
+    tied: Container[str],
+) -> dict[str, Chosen]:
+    """What happens to torch's attention modules for which nothing is ``chosen`` yet, and to what belongs to them."""
+    found: dict[str, Chosen] = {}
+    for name, module in modules.items():
+        if not isinstance(module, nn.MultiheadAttention) or not is_attention(module) or name in chosen:
+            continue
+        inner = f"{name}.out_proj" if name else "out_proj"
+        why = why_not_parallel(module, world_size) or unswappable(module)
+        if why is None and name in read:
+            why = READ
+        if why is None and not any(n in tied for n in (name, inner)) and inner not in chosen:
+            sizes, unit = unit_sizes(module.num_heads, world_size), 1
+            each = str(sizes[0])
+            if len(set(sizes)) > 1:
+                each, unit = f"{'/'.join(map(str, sizes))}", module.head_dim
+            reason = f"{module.num_heads} heads, {each} per rank"
+            found[name] = Chosen(Heads(unit=unit), "rule", reason)
+            found[inner] = Chosen(Heads(inner=True, unit=unit), "rule", f"goes with {name}")
+        elif why is not None:
+            found[name] = Chosen(Replicate(), "default", why)
+    return found
+
+
+def check_experts(experts: object) -> None:
+    """Refuse a way to cut experts that there is not."""
+    if experts not in ("auto", "features", "experts"):
+        raise ValueError(f'experts must be "auto", "features" or "experts", got {experts!r}')
+
+
+def experts_choices(
+    observation: Observation, chosen: Mapping[str, Chosen], world_size: int, tied: Container[str], *, way: str
+) -> dict[str, Chosen]:
+    """What happens to modules of experts, and to those that look like some, where nothing is ``chosen`` yet.
+
+    Raises:
+        ValueError: some stay whole, and the ``way`` to cut them was asked for.
+    """
+    known_experts = {} if observation.shadow is None else observation.shadow.experts
+    whole = observation.refused_experts | {
+        name: why for name, known in known_experts.items()
+        if (why := _why_whole(name, known, world_size, observation.recording, tied, way)) is not None
+    }  # fmt: skip
+    whole = {name: why for name, why in whole.items() if name not in chosen}
+    if whole and way != "auto":
+        name = next(iter(whole))
+        others = f" (and {len(whole) - 1} more)" if len(whole) > 1 else ""
+        raise ValueError(f'experts="{way}" cannot cut {name!r}{others}: {whole[name]}')
+    found = {name: Chosen(Replicate(), "default", f"experts that stay whole: {why}") for name, why in whole.items()}
+    for name, known in known_experts.items():
+        if name in whole or name in chosen:
+            continue
+        dealt = way == "experts" or known.layout.rows > 0
+        each = "/".join(map(str, dict.fromkeys(chunk_sizes(known.num_experts if dealt else known.d_ff, world_size))))
+        reason = f"{known.num_experts} experts, {each}{'' if dealt else f' of {known.d_ff} features of each'} per rank"
+        style = Experts(**asdict(known.layout), dealt=dealt)
+        found[name] = Chosen(style, "samples", f"{reason}; compared on samples")
+    return found
+
+
+def _why_whole(
+    name: str, known: KnownExperts, world_size: int, recording: Recording | None, tied: Container[str], way: str
+) -> str | None:
+    if recording is None:
+        return "without the data flow nobody knows who else reads their parameters"
+    if name in recording.direct:
+        return READ
+    if name not in recording.layer_rows:
+        return "not called by the example"
+    if name in tied:
+        return "a parameter is tied to another module's"
+    if way == "experts" and known.layout.call == "sorted":
+        return "its experts have one matrix here, and the others in modules of their own"
+    if known.layout.rows and way == "features":
+        return "its experts stand in the rows of matrices, and whole ones are dealt out"
+    ranks = divisor(world_size)
+    if known.layout.rows and known.num_experts % ranks:
+        return f"{known.num_experts} experts stand in the rows of matrices, and do not divide over {ranks} ranks"
+    if way == "experts" and known.layout.identity:
+        return "some experts have no matrices, and give what they take"
+    if way == "experts" or known.layout.rows:
+        return None
+    if degrees() and known.d_ff % ranks:
+        return f"{known.d_ff} features do not divide into the {ranks} blocks of same_bits"
+    return f"fewer features ({known.d_ff}) than there are ranks" if known.d_ff < world_size else None

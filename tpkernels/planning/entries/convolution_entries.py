@@ -1,0 +1,72 @@
+"""Entries of a plan for convolutions: which dimension of a parameter is cut, and what is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import cast
+
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+
+from tpkernels.nn.convolution import channel_dims
+from tpkernels.nn.normed_weight import norm_dim
+from tpkernels.nn.paired_convolution import pair_dims
+from tpkernels.planning.entries.experts_entries import Traffic
+from tpkernels.planning.styles import Channels
+
+__all__ = ["NORMED", "channel_cuts", "convolution_traffic"]
+
+NORMED = "parametrizations.weight"
+"""Where a convolution has what makes its weight."""
+
+
+def channel_cuts(model: nn.Module, name: str, style: Channels) -> dict[str, int | None]:
+    """The dimension in which each parameter of a convolution, or of what makes its weight, is cut."""
+    module = model.get_submodule(name)
+    if style.paired:
+        return pair_dims(module, inputs=style.inputs)
+    if not name.endswith(NORMED):
+        return {**channel_dims(module)}
+    dim = channel_dims(model.get_submodule(name.removesuffix(NORMED).removesuffix(".")))["weight"]
+    return {"original0": dim if norm_dim(module) == dim else None, "original1": dim}
+
+
+def convolution_traffic(
+    module: nn.Module,
+    dims: Mapping[str, int | None],
+    elements: tuple[int, int] | None,
+    world_size: int,
+    style: Channels,
+) -> Traffic:
+    """Collectives of a convolution that is cut by its channels, with the bytes that a rank sends at best.
+
+    ``dims``: those of :func:`channel_cuts`; ``elements``: those of the input whose gradient is wanted, and of the
+    output, None where they are not known.
+    """
+    if not isinstance(module, _ConvNd):
+        return _norm_traffic(module, dims["original0"] is not None, world_size)
+    grouped = module.groups != 1
+    forward, given = ("all-reduce of y", 2) if style.inputs else ("all-gather of y", 1)
+    backward, taken = ("all-gather of dx", 1) if grouped else ("all-reduce of dx", 2)
+    if not style.gather_output:
+        forward, given = "-", 0
+    if style.inputs:
+        backward, taken = "-", 0
+    if elements is None:
+        return Traffic(forward, backward, None, None)
+    takes, gives = elements
+    total = (taken * takes + given * gives) * next(module.parameters()).element_size()
+    sent = total * (world_size - 1) // world_size
+    return Traffic(forward, backward if takes else "-", sent, None)
+
+
+def _norm_traffic(normed: nn.Module, own: bool, world_size: int) -> Traffic:
+    """Of what makes a weight, for one call: a norm over channels of all ranks sums squares, and gradients of two."""
+    if own:
+        return Traffic("-", "-", 0, None)
+    g = cast(nn.Parameter, normed._parameters["original0"])
+    total = 2 * g.numel() * (2 * max(4, g.element_size()) + g.element_size())
+    return Traffic(
+        "all-reduce of sums of squares", "all-reduce of their gradient, all-reduce of dg",
+        total * (world_size - 1) // world_size, None,
+    )  # fmt: skip

@@ -1,0 +1,358 @@
+"""The sharding plan: what happens to each module of a model, and why, as data to print, save and check.
+
+It owns :class:`ShardingPlan`, its JSON form and its validation against a model.  :mod:`tpkernels.planning.planner`
+finds a plan, and :mod:`tpkernels.sharding.apply` carries it out.
+
+The JSON form holds numbers and names only, and reading it runs no code.  A digest over its contents shows a file that
+was changed or cut off.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+
+from tpkernels.nn.digests import json_digest
+from tpkernels.planning.modules.layers import kind_of
+from tpkernels.planning.modules.numbers import number_of, owner_of
+from tpkernels.planning.styles import Column, CopiedHeads, Replicate, Row, Style, style_from_dict, style_to_dict
+
+__all__ = ["STRATEGIES", "Entry", "ParameterCut", "ShardingPlan"]
+
+NO_DATA_FLOW = "no data flow: "
+"""How the note of a plan begins that was made without."""
+FORMAT, VERSION = "tpkernels.ShardingPlan", 7
+STRATEGIES = ("auto", "rules")
+_ADDED: dict[int, dict[str, Any]] = {
+    6: {"strategy": "auto"},
+    5: {"strategy": "auto", "by_weight": {}},
+    4: {"strategy": "auto", "by_weight": {}, "arguments": {}},
+    3: {"strategy": "auto", "by_weight": {}, "arguments": {}, "fused": [], "unfused": [], "example": ""},
+}
+"""What plans of earlier versions lack, and what they have of it; they do not say by which strategy they were made."""
+# No size, and no number of elements or bytes, is as large.
+MOST = 1 << 56
+
+
+@dataclass(frozen=True)
+class ParameterCut:
+    """One parameter: its shape, the dimension that is cut (None: whole on every rank), and each rank's shape."""
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int | None
+    local_shapes: tuple[tuple[int, ...], ...]
+    itemsize: int
+    tied: bool = False
+    """Counted at another module already."""
+
+    def bytes_on(self, rank: int) -> int:
+        return self.itemsize * torch.Size(self.local_shapes[rank]).numel()
+
+    @property
+    def full_bytes(self) -> int:
+        return self.itemsize * torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What happens to one module."""
+
+    path: str
+    kind: str
+    style: Style
+    parameters: tuple[ParameterCut, ...]
+    source: str
+    """"override", "plan file", "tp_plan", "data flow", "samples", "rule" or "default"."""
+    reason: str
+    forward: str = "-"
+    backward: str = "-"
+    wire_bytes: int | None = 0
+    """Sent by one rank in a forward and a backward pass over the example; None where the rows are not known."""
+    implementation: str = "-"
+    aliases: tuple[str, ...] = ()
+    """Other names of the same module."""
+
+    @property
+    def is_replicated(self) -> bool:
+        return isinstance(self.style, Replicate)
+
+
+@dataclass(frozen=True)
+class ShardingPlan:
+    """All modules with parameters, in the model's order, and what else changes.
+
+    ``print(plan)`` shows it as a table.
+    """
+
+    model: str
+    """The class of the model."""
+    world_size: int
+    sequence_parallel: bool
+    entries: tuple[Entry, ...]
+    attributes: Mapping[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    """Attributes of modules that count features or heads: the model's value, and that of each rank."""
+    random: tuple[tuple[str, str], ...] = ()
+    """Pairs of layers between which ranks draw different random numbers."""
+    idle_ties: tuple[str, ...] = ()
+    """Modules that hold a tied parameter without using it themselves."""
+    sequence_blocks: tuple[str, ...] = ()
+    """With sequence parallelism: the modules that the sequence-sharded residual runs through."""
+    whole_blocks: tuple[str, ...] = ()
+    """Modules inside them that get the whole sequence."""
+    local_blocks: tuple[str, ...] = ()
+    """Modules inside them that work on a part of it as on all."""
+    sequence_random: bool = False
+    """Dropout works on the residual: ranks draw different random numbers for their parts."""
+    shared: tuple[tuple[str, ...], ...] = ()
+    """Layers that read the same tensor: one gather of it, or one sum of its gradient, is for all of them."""
+    fused: tuple[tuple[str, str, float], ...] = ()
+    """Row layers, and the norms that are computed together with their sums: row, norm, epsilon."""
+    unfused: tuple[str, ...] = ()
+    """Row layers without such a norm, and why."""
+    residual_bytes: int | None = 0
+    """With sequence parallelism: sent by one rank to make the residual whole where modules take it so."""
+    notes: tuple[str, ...] = ()
+    example: str = ""
+    """The inputs for which bytes are counted, by name and shape."""
+    arguments: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Arguments of modules (``attention.alibi``) of which each rank takes its heads' part: dimension, and all heads."""
+    by_weight: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Modules whose code multiplies by weights of layers itself (``F.linear(x, self.qkv.weight)``), and the layers."""
+    strategy: str = "auto"
+    """By which :func:`make_plan` found it: "auto" or "rules"."""
+
+    def __str__(self) -> str:
+        from tpkernels.planning.entries.plan_table import table
+
+        return table(self)
+
+    def __getitem__(self, path: str) -> Entry:
+        for entry in self.entries:
+            if path == entry.path or path in entry.aliases:
+                return entry
+        raise KeyError(f"the plan has no module {path!r}")
+
+    @property
+    def bytes_per_rank(self) -> tuple[int, ...]:
+        """Bytes of parameters that each rank holds."""
+        return tuple(
+            sum(cut.bytes_on(rank) for entry in self.entries for cut in entry.parameters if not cut.tied)
+            for rank in range(self.world_size)
+        )
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of parameters of the whole model."""
+        return sum(cut.full_bytes for entry in self.entries for cut in entry.parameters if not cut.tied)
+
+    @property
+    def replicated_bytes(self) -> int:
+        """Bytes of parameters that every rank holds whole."""
+        cuts = (cut for entry in self.entries for cut in entry.parameters if not cut.tied)
+        return sum(cut.full_bytes for cut in cuts if cut.dim is None)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that one rank sends in a forward and a backward pass over the example, on average over the ranks."""
+        return (self.residual_bytes or 0) + sum(entry.wire_bytes or 0 for entry in self.entries)
+
+    @property
+    def fallback(self) -> str:
+        """Why the layers were taken one by one, each with whole tensors in and out; empty if the data flow is known."""
+        return next((note for note in self.notes if note.startswith(NO_DATA_FLOW)), "")
+
+    @property
+    def styles(self) -> dict[str, Style]:
+        """Styles by module name; shared modules appear under each of their names."""
+        return {name: entry.style for entry in self.entries for name in (entry.path, *entry.aliases)}
+
+    @property
+    def cut_arguments(self) -> dict[str, dict[str, tuple[int, int]]]:
+        """``arguments`` by module and name."""
+        found: dict[str, dict[str, tuple[int, int]]] = {}
+        for key, cut in self.arguments.items():
+            module, _, name = key.rpartition(".")
+            found.setdefault(module, {})[name] = cut
+        return found
+
+    def validate(self, model: nn.Module) -> None:
+        """Check that this plan is for ``model``: the same modules with parameters of the same shapes.
+
+        Raises:
+            ValueError: it is for another model; the message names the first differences.
+        """
+        modules = dict(model.named_modules(remove_duplicate=False))
+        wrong = []
+        for entry in self.entries:
+            for name in (entry.path, *entry.aliases):
+                if name not in modules:
+                    wrong.append(f"there is no module {name!r}")
+                elif kind_of(modules[name]) != entry.kind:
+                    wrong.append(f"{name!r} is a {type(modules[name]).__name__}, not a {entry.kind}")
+                else:
+                    held = {key: tuple(p.shape) for key, p in modules[name].named_parameters(recurse=False)}
+                    planned = {cut.name: cut.shape for cut in entry.parameters}
+                    if held != planned:
+                        wrong.append(f"{name!r} has parameters {held}, the plan {planned}")
+        named = {name for entry in self.entries for name in (entry.path, *entry.aliases)}
+        for name, module in modules.items():
+            if name not in named and any(True for _ in module.parameters(recurse=False)):
+                wrong.append(f"the plan has nothing about {name!r} ({type(module).__name__})")
+        others = (*self.cut_arguments, *(one for name, read in self.by_weight.items() for one in (name, *read)))
+        wrong += [f"there is no module {name!r}" for name in others if name not in modules]
+        for key, (whole, _) in self.attributes.items():
+            name, attribute = owner_of(key, modules)
+            if name in modules and number_of(modules[name], attribute) != whole:
+                wrong.append(f"{key} is {number_of(modules[name], attribute)!r}, the plan expects {whole}")
+        if wrong:
+            more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
+            what = f"this plan is for a {self.model}, which the {type(model).__name__} given is not like"
+            raise ValueError(f"{what}: {'; '.join(wrong[:3])}{more}")
+
+    def to_json(self) -> str:
+        """The plan as text; :meth:`from_json` reads it."""
+        body = asdict(self)
+        body["entries"] = [asdict(entry) | {"style": style_to_dict(entry.style)} for entry in self.entries]
+        head = {"format": FORMAT, "version": VERSION}
+        return json.dumps(head | {"digest": json_digest(body), "plan": body}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> ShardingPlan:
+        """Read what :meth:`to_json` wrote.
+
+        Raises:
+            ValueError: no JSON, not a plan, another version, contents that were changed or are of the wrong kind.
+        """
+        try:
+            document = json.loads(text)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise ValueError(f"a sharding plan must be JSON; this is not, or was cut off: {error}") from None
+        if not isinstance(document, dict) or document.get("format") != FORMAT:
+            raise ValueError(f'a sharding plan must say "format": {FORMAT!r}')
+        version = document.get("version")
+        if version not in (VERSION, *_ADDED):
+            raise ValueError(f"this plan has version {document.get('version')!r}; version {VERSION} is needed")
+        body = document.get("plan")
+        if not isinstance(body, dict) or json_digest(body) != document.get("digest"):
+            raise ValueError("the plan's contents do not match its digest: the file was changed or damaged")
+        try:
+            return _plan_from(body if version == VERSION else body | _ADDED[version])
+        except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            raise ValueError(f"the plan's contents are not those of a plan: {error!r}") from None
+
+
+_LISTS = ("idle_ties", "sequence_blocks", "whole_blocks", "local_blocks", "unfused", "notes")
+
+
+def _plan_from(body: dict[str, Any]) -> ShardingPlan:
+    _check_keys("plan", body, ShardingPlan)
+    _check_kinds("plan", body, world_size=_is_count, sequence_parallel=_is_flag, sequence_random=_is_flag)
+    _check_kinds("plan", body, residual_bytes=_is_count_or_none, strategy=_is_strategy)
+    entries = []
+    for item in body["entries"]:
+        _check_keys("entry", item, Entry)
+        _check_kinds("entry", item, forward=_is_text, backward=_is_text, wire_bytes=_is_count_or_none)
+        cuts = []
+        for cut in item["parameters"]:
+            _check_keys("parameter", cut, ParameterCut)
+            _check_kinds("parameter", cut, name=_is_text, dim=_is_count_or_none, itemsize=_is_count, tied=_is_flag)
+            local_shapes = tuple(_sizes(shape) for shape in cut["local_shapes"])
+            if len(local_shapes) != body["world_size"]:
+                raise ValueError(f"{item['path']}.{cut['name']} has {len(local_shapes)} local shapes")
+            cuts.append(ParameterCut(**cut | {"shape": _sizes(cut["shape"]), "local_shapes": local_shapes}))
+        known: dict[str, Any] = {"style": style_from_dict(item["style"]), "parameters": tuple(cuts)}
+        texts = {key: _text(item[key]) for key in ("path", "kind", "source", "reason", "implementation")}
+        entries.append(Entry(**{**item, **known, **texts, "aliases": _texts(item["aliases"])}))
+    attributes: dict[str, tuple[int, tuple[int, ...]]] = {
+        _text(key): (_sizes([whole])[0], _sizes(ranks)) for key, (whole, ranks) in body["attributes"].items()
+    }
+    for key, (_, ranks) in attributes.items():
+        if len(ranks) != body["world_size"]:
+            raise ValueError(f"attribute {key} has values for {len(ranks)} ranks")
+    arguments = {}
+    for key, cut in body["arguments"].items():
+        if len(cut) != 2 or not _is_count(cut[0]) or not _is_count(cut[1]) or cut[1] < body["world_size"]:
+            raise ValueError(f"argument {key} must have a dimension and a number of heads, got {cut!r}")
+        arguments[_text(key)] = tuple(cut)
+    lists = {key: _texts(body[key]) for key in _LISTS}
+    random = tuple((_text(opener), _text(closer)) for opener, closer in body["random"])
+    shared = tuple(_texts(names) for names in body["shared"])
+    fused = tuple((_text(row), _text(norm), float(epsilon)) for row, norm, epsilon in body["fused"])
+    styles = {entry.path: entry.style for entry in entries}
+    _check_shared(shared, styles)
+    for row, norm, _ in fused:
+        if not isinstance(styles.get(row), Row) or not isinstance(styles.get(norm), Replicate):
+            raise ValueError(f"{row!r} and {norm!r} cannot be fused: they must be a row layer and a norm that is whole")
+    if body["world_size"] < 1:
+        raise ValueError(f"world_size must be at least 1, got {body['world_size']!r}")
+    found = {"entries": tuple(entries), "attributes": attributes, "random": random, "shared": shared, "fused": fused}
+    by_weight = {_text(name): _texts(read) for name, read in body["by_weight"].items()}
+    found |= {"arguments": arguments, "model": _text(body["model"]), "example": _text(body["example"])}
+    found |= {"by_weight": by_weight}
+    return ShardingPlan(**body | lists | found)
+
+
+def _check_shared(shared: tuple[tuple[str, ...], ...], styles: Mapping[str, Style]) -> None:
+    for names in shared:
+        modes = {getattr(styles.get(name), "sequence_parallel", None) for name in names}
+        columns = all(isinstance(styles.get(name), Column | CopiedHeads) for name in names)
+        if len(names) < 2 or len(set(names)) < len(names) or not columns or len(modes) > 1:
+            raise ValueError(f"{list(names)} cannot share an input: they must be column layers of one mode")
+
+
+def _check_keys(what: str, value: Any, kind: Any) -> None:
+    expected = {f.name for f in fields(kind)}
+    if not isinstance(value, dict) or set(value) != expected:
+        found = sorted(value) if isinstance(value, dict) else value
+        raise ValueError(f"a {what} must have {sorted(expected)}, got {found}")
+
+
+def _check_kinds(what: str, values: Mapping[str, Any], **kinds: Callable[[Any], bool]) -> None:
+    for name, fits in kinds.items():
+        if not fits(values[name]):
+            raise ValueError(f"{name} of a {what} has a value of another kind: {str(values[name])[:80]!r}")
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_strategy(value: Any) -> bool:
+    return isinstance(value, str) and value in STRATEGIES
+
+
+def _is_flag(value: Any) -> bool:
+    return type(value) is bool
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < MOST
+
+
+def _is_count_or_none(value: Any) -> bool:
+    return value is None or _is_count(value)
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(map(_is_count, value)) or not _is_count(prod(filter(None, value))):
+        raise ValueError(f"a shape must be a list of sizes, got {value!r}")
+    return tuple(value)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"a name must be text, got {value!r}")
+    return value
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list):
+        raise ValueError(f"names must be a list, got {value!r}")
+    return tuple(_text(item) for item in value)

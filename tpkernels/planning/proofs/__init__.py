@@ -1,0 +1,1 @@
+"""Which layers are cut together: groups, hypotheses of how to cut them, and the proof of each."""

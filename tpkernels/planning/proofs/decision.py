@@ -1,0 +1,430 @@
+"""Which groups of a model are cut: each is proven in its place, then all of them together on the whole model.
+
+It owns the decision.  Groups are taken smallest first, and a layer is a column or a row in at most one of them.  A
+proof that was found for one block is tried first on the blocks like it.  A replay of the whole model with all that was
+found decides: a group that it blames is given up, and the replay is repeated.
+
+A plan for several numbers of ranks (:func:`tpkernels.planning.splits.for_degrees`) cuts at each of them what the
+largest one cuts: code with a literal number of heads runs on one rank, and does not on eight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
+
+from tpkernels.planning.modules.part_norms import KnownNorm, find_norms
+from tpkernels.planning.proofs.convolution_pairs import find_pairs
+from tpkernels.planning.proofs.hypotheses import Attributes, Proof, Whole
+from tpkernels.planning.proofs.pair_proofs import roles_of
+from tpkernels.planning.proofs.search_again import SearchAgain
+from tpkernels.planning.replays.replay import Replay, Role, unlike_ranks
+from tpkernels.planning.runs.example_inputs import Observation
+from tpkernels.planning.runs.layer_groups import Group, find_groups
+from tpkernels.planning.runs.session import Scope
+from tpkernels.planning.runs.shadow import MODES, Mode, Shadow
+from tpkernels.planning.runs.trace import Recording
+from tpkernels.planning.splits import HandedOn, Unproven, degrees, divisor
+
+__all__ = ["SMALL_GROUP", "Decision", "decide"]
+
+JOINT_ATTEMPTS, JOINT_SLICES = 12, 3
+SMALL_GROUP = 8
+"""Layers; larger groups are residual streams, which nobody expects to be cut by features."""
+
+
+@dataclass
+class Decision:
+    """What is proven, and why the rest is not."""
+
+    proven: dict[Group, Proof] = field(default_factory=dict)
+    refused: dict[Group, Unproven] = field(default_factory=dict)
+    norms: dict[str, KnownNorm] = field(default_factory=dict)
+    """Norms over features that are cut."""
+    pairs: dict[Group, Proof] = field(default_factory=dict)
+    """Groups of convolutions, and of layers beside them, that are cut by channels;"""
+    unpaired: dict[Group, Unproven] = field(default_factory=dict)
+    """why others are not."""
+    by_channel: set[str] = field(default_factory=set)
+    """What works on each channel by itself, and takes channels that are cut."""
+    fed: set[str] = field(default_factory=set)
+    """Columns that read what a feeder gives, so that they do not sum the gradient of their input."""
+    partial: set[str] = field(default_factory=set)
+    """Parameters of whole modules that meet parts: their gradients are summed."""
+    random: list[tuple[str, str]] = field(default_factory=list)
+    adapters: dict[str, str] = field(default_factory=dict)
+    """Layers of narrow pairs whose other layer is cut with a larger group, and that one."""
+    together: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """For layers of groups that were refused, but could have been one: all layers of the group."""
+    conflicts: list[str] = field(default_factory=list)
+    """What speaks against roles that the user forced."""
+
+
+def decide(
+    observation: Observation,
+    world_size: int,
+    excluded: Mapping[str, str],
+    forced: Mapping[str, Role],
+    *,
+    feeders: bool = True,
+    says_all: bool = True,
+    pairs: bool = False,
+) -> Decision:
+    """Prove what can be proven.
+
+    Args:
+        excluded: layers that may not be cut with others, with the reason.
+        feeders: whether layers that stay whole may have their gradients summed.
+        pairs: whether convolutions may be cut in pairs.
+        says_all: whether the plan can say that segments of a packed layer are copied, and arguments of modules cut.
+        forced: roles of a user's overrides outside of any group that would be found; they are part of the last replay.
+    """
+    assert observation.shadow is not None and observation.recording is not None
+    calls = [call for _, recording in observation.recordings for call in recording.norm_calls.values()]
+    observation.shadow.norms = find_norms(observation.shadow.modules, calls)
+    observation.shadow.kept = {*excluded}.union(*(recording.direct for _, recording in observation.recordings))
+    widest = None
+    for ranks in dict.fromkeys((divisor(world_size), world_size)):
+        decider = _Decider(observation, observation.shadow, observation.recording, ranks, excluded, forced)
+        decider.whole_inputs, decider.says_all, decider.pairs = not feeders, says_all, pairs and not degrees()
+        widest = decider.run(widest)
+    assert widest is not None
+    return widest
+
+
+class _Decider:
+    def __init__(
+        self,
+        observation: Observation,
+        shadow: Shadow,
+        recording: Recording,
+        world_size: int,
+        excluded: Mapping[str, str],
+        forced: Mapping[str, Role],
+    ) -> None:
+        self.observation, self.shadow, self.recording = observation, shadow, recording
+        self.world_size, self.excluded, self.forced = world_size, excluded, forced
+        self.search = SearchAgain(shadow, recording, world_size)
+        self.scopes: dict[Group, str] = {}
+        """The modules around the groups."""
+        self.decision = Decision()
+        self.whole_inputs, self.says_all, self.pairs = False, True, False
+        self._widest: Mapping[Group, Proof] | None = None
+
+    def run(self, widest: Decision | None) -> Decision:
+        """``widest``: what the largest number of ranks decided, where this is a smaller one."""
+        if widest is not None:
+            self._widest = widest.proven
+            self.decision.refused |= widest.refused
+            self.decision.adapters |= widest.adapters
+            self.decision.conflicts += widest.conflicts
+        for mode, recording in self.observation.firsts:
+            if recording is not self.recording:
+                self.search = SearchAgain(self.shadow, recording, self.world_size)
+            self.search.whole_inputs, self.search.says_all = self.whole_inputs, self.says_all
+            self.shadow.set_mode(mode)
+            waiting = self._prove_alone(recording)
+            self._prove_together(waiting)
+        self.shadow.set_mode(self.observation.mode)
+        self._prove_whole()
+        if self.pairs:
+            self._pair_convolutions()
+        self.decision.random = self._random_pairs()
+        for group, error in self.decision.refused.items():
+            if _size(group) <= SMALL_GROUP or error.count:
+                names = (*group.columns, *group.rows)
+                self.decision.together |= {name: names for name in names if name not in self.excluded}
+        return self.decision
+
+    def _prove_alone(self, recording: Recording) -> dict[Any, list[Group]]:
+        """Groups that could not be proven within their scope, by what they have in common."""
+        found: dict[Any, tuple[Group, Scope, Proof] | Unproven] = {}
+        waiting: dict[Any, list[Group]] = {}
+        used = {name for group in self.decision.proven for name in group.layers}
+        groups = find_groups(recording)
+        small = self._small_beside(groups)
+        for group in sorted(groups, key=lambda group: group in small or self._is_narrow(group)):
+            if group in self.decision.refused or not self.search.is_called(group):
+                continue
+            if self._widest is not None and group not in self._widest:
+                continue
+            layers = set(group.layers)
+            given = (*group.feeders, *group.summed)
+            if given and self.whole_inputs:
+                self.decision.refused[group] = Unproven(f"{given[0]} gives a whole tensor to work on parts")
+                continue
+            barred = next((name for name in layers if name in self.excluded), None)
+            if barred is not None:
+                self.decision.refused[group] = Unproven(f"{barred} {self.excluded[barred]}")
+                continue
+            if self._is_narrow(group):
+                shared = layers & {name for other in self.decision.proven if _size(other) > 2 for name in other.layers}
+                self.decision.adapters |= {name: min(shared) for name in layers - used if shared}
+            if layers & used or self._contradicts(group):
+                continue
+            scope = self.search.scope_of(group)
+            self.scopes[group] = scope.name
+            key = self.search.signature(group, scope)
+            if key not in found:
+                try:
+                    found[key] = group, scope, self._proof(group)
+                except Unproven as error:
+                    found[key] = error
+            known = found[key]
+            if isinstance(known, Unproven):
+                self.decision.refused[group] = known
+                waiting.setdefault(key, []).append(group)
+                continue
+            first, old, proof = known
+            proof = proof.moved((first, old.name), (group, scope.name))
+            barred = next((name for name in proof.feeders if name in self.excluded or name in used), None)
+            if barred is not None:
+                self.decision.refused[group] = Unproven(f"{barred}, which gives to it, cannot stay whole as it is")
+                continue
+            used |= layers | set(proof.feeders)
+            self.decision.proven[group] = proof
+        return waiting
+
+    def _proof(self, group: Group) -> Proof:
+        return self.search.prove(group) if self._widest is None else self.search.prove_like(group, self._widest[group])
+
+    def _is_narrow(self, group: Group) -> bool:
+        """Whether it is a pair like the A and B of LoRA, which a cut serves little: larger groups come first."""
+        layers = self.shadow.layers
+        if _size(group) > 2 or any(name not in layers for name in group.layers):
+            return False
+        first, last = layers[group.columns[0]], layers[group.rows[0]]
+        return first.out_features < min(first.in_features, last.out_features)
+
+    def _small_beside(self, groups: Sequence[Group]) -> set[Group]:
+        """Pairs that end in a column of another group, whose other layers are larger: what makes a bias per head
+        (Swin 2)."""
+        layers = self.shadow.layers
+
+        def size(names: Iterable[str]) -> int:
+            return sum(layers[name].in_features * layers[name].out_features for name in names if name in layers)
+
+        others: dict[str, list[Group]] = {}
+        for group in groups:
+            for name in group.columns if _size(group) <= SMALL_GROUP else ():
+                others.setdefault(name, []).append(group)
+        return {
+            group for group in groups if _size(group) == 2
+            for other in others.get(group.rows[0], ()) if size({*other.layers} - {*group.layers}) > size(group.layers)
+        }  # fmt: skip
+
+    def _contradicts(self, group: Group) -> bool:
+        """Whether the user wants one of the layers to be the opposite, a row for a column."""
+        kinds = dict.fromkeys(group.columns, "column") | dict.fromkeys(group.rows, "row")
+        return any(name in self.forced and self.forced[name].kind != kind for name, kind in kinds.items())
+
+    def _prove_together(self, waiting: Mapping[Any, list[Group]]) -> None:
+        """Prove groups that depend on each other all at once, such as blocks that hand a bias per head to the next."""
+        for groups in waiting.values():
+            used = {name for group in self.decision.proven for name in (*group.columns, *group.rows)}
+            error = self.decision.refused[groups[0]]
+            pieces = error.count if self.search.can_be_cut(error.count) else 0
+            if error.count != pieces or any(used & {*group.columns, *group.rows} for group in groups):
+                continue
+            if _size(groups[0]) > SMALL_GROUP and len(groups) == 1 and groups[0].columns[0] in self.shadow.layers:
+                continue  # the residual stream of a whole model: no layout carries features through its norms
+            scopes = [self.search.scope_of(group) for group in groups]
+            segments = [{n: (self.shadow.layers[n].out_features,) for n in group.columns} for group in groups]
+            pairs = list(zip(groups, segments, strict=True))
+            if not all(self.search.fits(group, sizes, pieces) for group, sizes in pairs):
+                continue
+            for attributes in islice(self.search.attribute_sets(scopes, self.world_size, pieces), JOINT_ATTEMPTS):
+                trial = {group: Proof(sizes, attributes, heads=pieces, pieces=pieces) for group, sizes in pairs}
+                holding = self._holds_together(trial, JOINT_SLICES)
+                if holding is None:
+                    continue
+                self.decision.proven |= holding
+                for group in groups:
+                    del self.decision.refused[group]
+                break
+
+    def _holds_together(self, trial: Mapping[Group, Proof], tries: int) -> Mapping[Group, Proof] | None:
+        """The trial, if it holds on the whole model, or one with parameters cut that met parts as a whole."""
+        try:
+            self._replay(self.decision.proven | dict(trial))
+        except _Blamed as blamed:
+            first, error = next(iter(trial)), blamed.error
+            cuts = self.search.more_slices(trial[first], error) if tries and self.says_all else ()
+            found = (self._holds_together({**trial, first: proof}, tries - 1) for proof in cuts)
+            return next((holding for holding in found if holding is not None), None)
+        return trial
+
+    def _prove_whole(self) -> None:
+        """Replay all groups at once, and give up those that are blamed until the rest holds."""
+        while True:
+            groups = list(self.decision.proven)
+            try:
+                replay = self._replay(self.decision.proven)
+            except _Blamed as blamed:
+                guilty = [groups[index] for index in blamed.groups if index < len(groups)]
+                if isinstance(blamed.error, HandedOn) and guilty:
+                    proof, given = self.decision.proven[guilty[0]], blamed.error.argument
+                    left = {key: cut for key, cut in proof.arguments.items() if key != given}
+                    self.decision.proven[guilty[0]] = replace(proof, arguments=left)
+                    continue
+                if self.forced and (not guilty or len(groups) in blamed.groups):
+                    self.decision.conflicts.append(blamed.error.reason)
+                    return
+                for group in guilty or groups:
+                    self.decision.refused[group] = blamed.error
+                    del self.decision.proven[group]
+                if not groups:
+                    return
+                continue
+            mixed = [index for index in self._half_partial(replay) if index < len(groups)]
+            if not mixed:
+                self._take(replay)
+                return
+            for index in mixed:
+                self.decision.refused[groups[index]] = Unproven("a module would have gradients of two kinds")
+                del self.decision.proven[groups[index]]
+
+    def _take(self, replay: Replay) -> None:
+        """What a replay of the whole model that holds has found."""
+        self.decision.partial = replay.partial
+        self.decision.fed = {name for name, fed in replay.fed.items() if fed}
+        self.decision.norms = {name: self.shadow.norms[name] for name in sorted(replay.cut_norms)}
+        self.decision.by_channel = set(replay.cut_channels)
+
+    def _pair_convolutions(self) -> None:
+        """Cut convolutions in pairs as well, as far as that holds on the whole model beside what does already."""
+        proven, pairs = self.decision.proven, dict[Group, Proof]()
+        barred = {*self.excluded, *self.forced, *self.decision.adapters}
+        barred |= {name for group, proof in proven.items() for name in (*group.layers, *proof.feeders)}
+        barred |= {name.rpartition(".")[0] for proof in proven.values() for name in proof.slices}
+        for mode, recording in self.observation.firsts:
+            self.shadow.set_mode(mode)
+            search = SearchAgain(self.shadow, recording, self.world_size)
+            found, refused = find_pairs(search, recording, self.world_size, barred)
+            pairs |= found
+            self.decision.unpaired |= refused
+            barred |= {name for group in found for name in group.layers}
+        while pairs:
+            try:
+                replay = self._replay(proven, pairs)
+                guilty, error = self._half_partial(replay), Unproven("a module would have gradients of two kinds")
+                if not guilty:
+                    self._take(replay)
+                    break
+            except _Blamed as blamed:
+                guilty, error = set(blamed.groups), blamed.error
+            wrong = [group for index, group in enumerate(pairs, start=len(proven)) if index in guilty] or pairs
+            self.decision.unpaired |= dict.fromkeys(wrong, error)
+            pairs = {group: proof for group, proof in pairs.items() if group not in wrong}
+        self.decision.pairs = pairs
+
+    def _half_partial(self, replay: Replay) -> set[int]:
+        """Groups that make only some of a module's parameters partial: the module is summed as one."""
+        blamed: set[int] = set()
+        for name in replay.partial:
+            owner = self.shadow.modules[name.rpartition(".")[0]]
+            prefix = name.rpartition(".")[0]
+            own = {f"{prefix}.{key}" if prefix else key for key, _ in owner.named_parameters(recurse=False)}
+            if any(other in replay.slices for other in own):
+                blamed |= replay.partial_groups[name]
+            if not own <= replay.partial:
+                blamed |= replay.partial_groups[name]
+        return blamed
+
+    def _replay(self, proofs: Mapping[Group, Proof], pairs: Mapping[Group, Proof] | None = None) -> Replay:
+        """Replay the whole model in every mode; the result knows what all of these replays have found.
+
+        Raises:
+            _Blamed: it does not hold.
+        """
+        try:
+            return self._replay_modes(proofs, pairs or {})
+        finally:
+            self.shadow.set_mode(self.observation.mode)
+
+    def _replay_modes(self, proofs: Mapping[Group, Proof], pairs: Mapping[Group, Proof]) -> Replay:
+        roles: dict[str, Role] = {}
+        attributes: Attributes = {}
+        whole: Whole = {}
+        widths: dict[str, int] = {}
+        for number, (group, proof) in enumerate(proofs.items()):
+            roles |= self.search.roles(
+                group, proof.segments, number, proof.pieces, proof.slices, proof.feeders, proof.copied, proof.behind,
+                proof.arguments,
+            )  # fmt: skip
+            attributes |= proof.attributes
+            whole |= proof.whole_attributes
+            widths |= {name: sum(proof.segments[name]) for name in proof.copies}
+        for number, (group, proof) in enumerate(pairs.items(), start=len(proofs)):
+            roles |= roles_of(group, self.shadow, proof, number)
+        count = len(proofs) + len(pairs)
+        for name, role in self.forced.items():
+            roles.setdefault(name, replace(role, group=count))
+        ranks = unlike_ranks(roles, self.world_size)
+        merged: Replay | None = None
+        for mode, recording in self.observation.recordings:
+            call = self.observation.calls[id(recording)]
+            self.shadow.set_mode(mode)
+            if widths:
+                recording = Recording(self.shadow, whole, widths, recording.after)
+                recording.run(call)
+            replays = [Replay(self.shadow, recording, roles, attributes, self.world_size, rank) for rank in ranks]
+            for replay in replays:
+                try:
+                    if merged is not None:
+                        replay.know(merged)
+                    replay.run_model(call)
+                except Unproven as error:
+                    raise _Blamed(_in_mode(error, mode), replay.blame) from error
+            if any(replay.partial != replays[0].partial for replay in replays):
+                unlike = Unproven("ranks of different sizes would have gradients of different kinds")
+                raise _Blamed(unlike, range(count))
+            merged = replays[0]
+        assert merged is not None
+        return merged
+
+    def _random_pairs(self) -> list[tuple[str, str]]:
+        """Where dropout works on parts: pairs of the first column that runs and the row that ends its group."""
+        noisy = {group for group in self.decision.proven if group.random}
+        if not self.observation.mode.training:
+            noisy = {group for group in self.decision.proven if self._may_drop(group)}
+        column = {name: group for group in noisy for name in group.columns}
+        row = {name: group for group in noisy for name in group.rows}
+        opened: dict[Group, str] = {}
+        pairs: dict[tuple[str, str], None] = {}
+        for event in (event for _, recording in self.observation.firsts for event in recording.events):
+            if event.layer in column:
+                opened.setdefault(column[event.layer], event.layer)
+            elif event.layer in row and (opener := opened.pop(row[event.layer], None)) is not None:
+                pairs[opener, event.layer] = None
+        return list(pairs)
+
+    def _may_drop(self, group: Group) -> bool:
+        """Without a run in training mode: whether anything nearby is called dropout and is not 0."""
+        scope = self.scopes[group]
+        for name, module in self.shadow.modules.items():
+            if name == scope or name.startswith(f"{scope}." if scope else ""):
+                values = [value for key, value in vars(module).items() if "drop" in key or key == "p"]
+                if any(isinstance(value, float) and value > 0 for value in values):
+                    return True
+        return False
+
+
+class _Blamed(Unproven):
+    def __init__(self, error: Unproven, groups: Iterable[int]) -> None:
+        super().__init__(error.reason, count=error.count)
+        self.error, self.groups = error, frozenset(groups)
+
+
+def _in_mode(error: Unproven, mode: Mode) -> Unproven:
+    return (
+        error
+        if mode == MODES[0] or isinstance(error, HandedOn)
+        else Unproven(f"{error.reason} (in {mode})", count=error.count)
+    )
+
+
+def _size(group: Group) -> int:
+    return len(group.columns) + len(group.rows)

@@ -1,0 +1,94 @@
+"""What a plan says of convolutions that are cut in pairs, and of what stands between them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import nn
+
+from tpkernels.planning.entries.plan_entries import Chosen
+from tpkernels.planning.modules.channel_modules import ChannelParts, parts_by_channel
+from tpkernels.planning.modules.source_reads import maybe_read
+from tpkernels.planning.proofs.convolution_pairs import GIVES, TAKES
+from tpkernels.planning.proofs.decision import Decision
+from tpkernels.planning.proofs.hypotheses import Attributes
+from tpkernels.planning.runs.example_inputs import Observation
+from tpkernels.planning.runs.shadow import Shadow
+from tpkernels.planning.styles import Channels, Column, Row, Sliced, Style
+
+__all__ = ["numbers_by_channel", "pair_choices", "refuse_by_hand", "seen_elsewhere"]
+
+
+def pair_choices(decision: Decision, shadow: Shadow, world_size: int) -> dict[str, Chosen]:
+    """The styles that the proof of ``decision`` is of."""
+    found: dict[str, Chosen] = {}
+    style: Channels | Column
+    for group, proof in decision.pairs.items():
+        ends, begins = (
+            ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names)) for names in (group.rows, group.columns)
+        )
+        for name in group.columns:
+            sizes = proof.segments[name] if len(proof.segments[name]) > 1 else ()
+            style = replace(GIVES, segments=sizes) if name in shadow.convolutions else Column(segments=sizes)
+            found[name] = Chosen(style, "data flow", f"by channels{' of each segment' * bool(sizes)}, up to {ends}")
+        for name in group.rows:
+            last: Channels | Row = TAKES if name in shadow.convolutions else Row()
+            found[name] = Chosen(last, "data flow", f"sums what {begins} cut")
+    slices: dict[str, list[tuple[str, int]]] = {}
+    for parameter, cut in (item for proof in decision.pairs.values() for item in proof.slices.items()):
+        owner, _, key = parameter.rpartition(".")
+        slices.setdefault(owner, []).append((key, cut.dim))
+    for name, cuts in slices.items():
+        keys = ", ".join(key for key, _ in cuts)
+        found[name] = Chosen(Sliced(tuple(sorted(cuts))), "data flow", f"{keys} cut with the channels met")
+    for name, parts in _parts(decision, shadow, world_size).items():
+        if parts.dims:
+            found[name] = Chosen(
+                Sliced(tuple(sorted(parts.dims.items()))), "data flow", "cut with the channels it takes"
+            )
+    return found
+
+
+def numbers_by_channel(decision: Decision, shadow: Shadow, world_size: int) -> Attributes:
+    """How many groups each rank has of modules that work on groups of channels."""
+    return {
+        (name, attribute): values
+        for name, parts in _parts(decision, shadow, world_size).items()
+        for attribute, values in parts.numbers.items()
+    }
+
+
+def _parts(decision: Decision, shadow: Shadow, world_size: int) -> dict[str, ChannelParts]:
+    found = {name: parts_by_channel(shadow.modules[name], world_size) for name in sorted(decision.by_channel)}
+    return {name: parts for name, parts in found.items() if parts is not None}
+
+
+def seen_elsewhere(observation: Observation, model: nn.Module) -> dict[str, str]:
+    """Where parts of a model alone were followed: what works by channels and stays whole, with the reason.
+
+    These are the modules whose parameters other code may use, and those without parameters, whose call with all
+    channels nothing would refuse.
+    """
+    shadow = observation.shadow
+    if observation.followed or shadow is None:
+        return {}
+    read, found = maybe_read(model), dict[str, str]()
+    for name in sorted(shadow.convolutions.keys() | set(shadow.by_channel)):
+        if name in read:
+            found[name] = f"has a weight that the code of {read[name]} may use without calling the module"
+        elif not any(True for _ in shadow.modules[name].parameters()):
+            found[name] = "has no parameters, and may be called by code that was not followed"
+    return found
+
+
+def refuse_by_hand(name: str, style: Style) -> None:
+    """Refuse an override that leaves a part where nothing is proven.
+
+    Raises:
+        ValueError: it asks for one convolution of a pair.
+    """
+    if isinstance(style, Channels) and style.paired:
+        raise ValueError(
+            f"the override of {name!r} asks for one convolution of a pair, which only the data flow can prove: use "
+            '"channels", which gathers, or leave it to the plan'
+        )

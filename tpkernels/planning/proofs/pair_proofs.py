@@ -1,0 +1,140 @@
+"""How a group with convolutions among its layers can be cut: by channels in one piece, or as code takes them apart.
+
+It owns the proof within the module around the group.  Where code takes what a column gives apart along its channels (a
+gated linear unit, a split), that one is cut as these segments.  Where what is cut meets a parameter of some other
+module as a whole (a slope for each channel), that is cut with it; so are the buffers of a frozen batch norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice, pairwise, product
+from math import prod
+
+import torch
+from torch import nn
+
+from tpkernels.planning.proofs.hypotheses import Proof, Slice
+from tpkernels.planning.proofs.search import Search
+from tpkernels.planning.replays.gate_rules import halves_of
+from tpkernels.planning.replays.replay import Replay
+from tpkernels.planning.replays.roles import Role, unlike_ranks
+from tpkernels.planning.runs.layer_groups import Group
+from tpkernels.planning.runs.session import Scope, Shape
+from tpkernels.planning.runs.shadow import Shadow
+from tpkernels.planning.runs.trace import Recording
+from tpkernels.planning.splits import Unproven, share
+
+__all__ = ["moved", "prove", "roles_of"]
+
+MOST_LAYOUTS, MOST_SLICES = 8, 16
+"""Attempts for one group, and how often tensors of other modules are cut with it."""
+aten = torch.ops.aten
+
+
+def roles_of(group: Group, shadow: Shadow, proof: Proof, number: int = 0) -> dict[str, Role]:
+    """Each layer cut by its output or input channels or features, and parameters that are cut with these."""
+    found = {name: Role("column", proof.segments[name], number) for name in group.columns}
+    found |= {name: Role("row", (shadow.sizes[name].in_features,), number) for name in group.rows}
+    return found | {name: Role("slice", cut.runs, number, dim=cut.dim) for name, cut in proof.slices.items()}
+
+
+def prove(search: Search, recording: Recording, group: Group, world_size: int) -> Proof:
+    """Find a way to cut the group within the module around it.
+
+    Raises:
+        Unproven: there is none; the reason is that of the first attempt, or of one that takes the channels apart.
+    """
+    scope, failures = search.scope_of(group), list[Unproven]()
+    for segments in islice(_layouts(search.shadow, recording, group, scope), MOST_LAYOUTS):
+        try:
+            return _sliced(search, recording, group, Proof(segments, {}), world_size)
+        except Unproven as error:
+            failures.append(error)
+            if not error.segmented:
+                break
+    raise next((error for error in failures if not error.segmented), failures[0])
+
+
+def _layouts(shadow: Shadow, recording: Recording, group: Group, scope: Scope) -> Iterator[dict[str, tuple[int, ...]]]:
+    """Segments of every column: one, or as code takes so many channels apart."""
+    sizes = [shadow.sizes[name].out_features for name in group.columns]
+    for chosen in product(*([(size,), *_cuts_of(recording, scope, size)] for size in sizes)):
+        yield dict(zip(group.columns, chosen, strict=True))
+
+
+def _cuts_of(recording: Recording, scope: Scope, size: int) -> list[tuple[int, ...]]:
+    """How code takes a dimension of ``size`` channels apart."""
+    found: list[tuple[int, ...]] = []
+    points: dict[int, set[int]] = {}
+    for event in recording.events[scope.start : scope.stop]:
+        if event.layer or not event.whole or not isinstance(event.whole[0], Shape) or not event.whole[0]:
+            continue
+        shape, given = event.whole[0], [*event.whole, *event.kwargs.values()]
+        if event.packet is aten.glu:
+            dim = (given[1] if len(given) > 1 else -1) % len(shape)
+            found += [halves_of(size)] if shape[dim] == size and size % 2 == 0 else []
+        elif event.packet in (aten.split, aten.split_with_sizes, aten.chunk):
+            dim = (given[2] if len(given) > 2 else 0) % len(shape)
+            found += [tuple(one[dim] for one in event.outputs)] if shape[dim] == size else []
+        elif event.packet is aten.slice and len(event.whole) > 3 and shape[event.whole[1]] == size:
+            points.setdefault(event.whole[1] % len(shape), {0, size}).update(slice(*event.whole[2:4]).indices(size)[:2])
+    found += [tuple(b - a for a, b in pairwise(sorted(ends))) for ends in points.values() if len(ends) > 2]
+    return [sizes for sizes in dict.fromkeys(found) if len(sizes) > 1 and sum(sizes) == size and 0 not in sizes]
+
+
+def _sliced(search: Search, recording: Recording, group: Group, proof: Proof, world_size: int) -> Proof:
+    """The proof, with tensors of other modules cut that met parts as a whole, one after the other as they do."""
+    for _ in range(MOST_SLICES):
+        roles, scope = roles_of(group, search.shadow, proof), search.scope_of(group)
+        if any(0 in share(size, world_size) for role in roles.values() for size in role.segments):
+            raise Unproven(f"there are fewer channels than {world_size} ranks")
+        replay = None
+        try:
+            for rank in unlike_ranks(roles, world_size):
+                replay = Replay(search.shadow, recording, roles, {}, world_size, rank)
+                replay.run_scope(scope)
+        except Unproven as error:
+            running = "" if replay is None else recording.module_at(replay.place)
+            more = _slices_for(search.shadow, scope.name, proof, error, running)
+            if not more:
+                raise
+            proof = replace(proof, slices={**proof.slices, **more})
+            continue
+        return proof
+    raise Unproven(f"more than {MOST_SLICES} parameters of other modules would be cut")
+
+
+def _slices_for(shadow: Shadow, scope: str, proof: Proof, error: Unproven, running: str) -> dict[str, Slice]:
+    """Tensors inside of ``scope`` that are to blame, cut by the channels that they meet.
+
+    These are parameters, or, where buffers take part, all that the module that was ``running`` has.
+    """
+    if error.met is None or len(error.met.segments) > 1 or error.met.copied:
+        return {}
+    (size,), own = error.met.segments, shadow.own_tensors()
+    blamed = {name for name in error.parameters if isinstance(own.get(name), nn.Parameter)}
+    if not blamed and not shadow.modules[running]._modules:
+        module, prefix = shadow.modules[running], f"{running}." if running else ""
+        blamed = {f"{prefix}{key}" for key, one in (module._parameters | module._buffers).items() if one is not None}
+    found: dict[str, Slice] = {}
+    for name in sorted(blamed - proof.slices.keys()):
+        owner = name.rpartition(".")[0]
+        inside = owner == scope or owner.startswith(f"{scope}." if scope else "")
+        if not inside or owner in shadow.convolutions or owner in shadow.by_channel or owner in shadow.kept:
+            continue
+        tensor = own.get(name)
+        if tensor is not None and prod(tensor.shape) == size:  # a number for each channel
+            found[name] = Slice(tuple(tensor.shape).index(size), (size,))
+    return found
+
+
+def moved(known: tuple[Group, Scope, Proof], group: Group, scope: Scope) -> Proof:
+    """The proof of one group, restated for another group that differs only in its place."""
+    first, old, proof = known
+    names = dict(zip(first.layers, group.layers, strict=True))
+    segments = {names[name]: sizes for name, sizes in proof.segments.items()}
+    return replace(
+        proof, segments=segments, slices={scope.name + key[len(old.name) :]: cut for key, cut in proof.slices.items()}
+    )

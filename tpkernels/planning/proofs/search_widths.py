@@ -1,0 +1,104 @@
+"""Code that reads the width of its module's input to view what layers give: ``batch, length, width = x.shape``.
+
+It owns the guess that such code may find this rank's width there, which is tried where nothing else could be proven;
+the number is told as one of the module's (:func:`tpkernels.planning.modules.numbers.width_name`).  The replay shows it,
+and refuses whatever else is done with the tensor (:mod:`tpkernels.planning.replays.width_steps`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor
+
+from tpkernels.nn.sliced_arguments import named_arguments
+from tpkernels.planning.modules.numbers import width_name
+from tpkernels.planning.proofs.hypotheses import Attributes, Proof, Whole, names_read
+from tpkernels.planning.proofs.search import MAX_LAYERS, Search
+from tpkernels.planning.runs.layer_groups import Group
+from tpkernels.planning.runs.session import Scope
+from tpkernels.planning.runs.shadow import Shadow
+from tpkernels.planning.runs.trace import Recording
+from tpkernels.planning.splits import Unproven, divisor, share
+
+__all__ = ["SearchWidths"]
+
+_SIZES = {"shape", "size"}
+
+
+class SearchWidths(Search):
+    """Proofs in which modules are shown this rank's width of what they are called with, where there is no other."""
+
+    def __init__(self, shadow: Shadow, recording: Recording, world_size: int) -> None:
+        super().__init__(shadow, recording, world_size)
+        self._widths: Whole = {}
+        """Those that are shown by the hypotheses of one search."""
+
+    def prove(self, group: Group) -> Proof:
+        """As :meth:`Search.prove`, and then with widths shown."""
+        try:
+            return super().prove(group)
+        except Unproven:
+            proof = self._by_width(group)
+            if proof is None:
+                raise
+            return proof
+
+    def attribute_sets(
+        self,
+        scopes: Sequence[Scope],
+        world_size: int,
+        pieces: int = 0,
+        parts: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
+    ) -> Iterator[Attributes]:
+        cut = pieces or divisor(world_size)
+        if any(width % cut for width in self._widths.values()):
+            return
+        shown = {key: share(width, world_size, cut) for key, width in self._widths.items()}
+        for attributes in super().attribute_sets(scopes, world_size, pieces, parts):
+            yield attributes | shown
+
+    def _by_width(self, group: Group) -> Proof | None:
+        if not self.says_all or self.world_size == 1 or len(group.layers) > MAX_LAYERS:
+            return None
+        scope = self.scope_of(group)
+        counts = filter(self.can_be_cut, dict.fromkeys([*self._counts, *self._named(scope)]))
+        self._widths = self._read_in(group, scope)
+        try:
+            found = (self._try_all(group, scope, [], pieces) for pieces in (0, *counts) if self._widths)
+            return next((proof for proof in found if proof is not None), None)
+        finally:
+            self._widths = {}
+
+    def _read_in(self, group: Group, scope: Scope) -> Whole:
+        """Widths of arguments that columns of the group take, of modules whose code asks tensors for their sizes."""
+        found: Whole = {}
+        for call in self.recording.scopes:
+            if not scope.start <= call.start <= call.stop <= scope.stop:
+                continue
+            module, prefix = self.shadow.modules[call.name], f"{call.name}." if call.name else ""
+            kind: Any = type(module)
+            inside = [event for event in self.recording.events[call.start : call.stop] if event.layer is not None]
+            around = {self._around_layer(event.layer) for event in inside if event.layer in group.columns}
+            if call.name not in around or not _SIZES & names_read(kind):
+                continue
+            for argument, x in named_arguments(module, call.args, call.kwargs).items():
+                if not isinstance(x, Tensor) or not x.dim():
+                    continue
+                source = self.recording.source(x)
+                taking = dict.fromkeys(str(event.layer) for event in inside if event.sources == (source,))
+                layers = [name for name in taking if name.startswith(prefix)]
+                wide = all(self.shadow.layers[name].in_features == x.shape[-1] for name in layers)
+                if wide and {*layers} & {*group.columns}:
+                    names = [name.removeprefix(prefix) for name in layers]
+                    found[call.name, width_name(argument, names)] = x.shape[-1]
+        return found
+
+    def _around_layer(self, layer: str | None) -> str:
+        """The innermost module around a layer that is called."""
+        name = str(layer).rpartition(".")[0]
+        while name and name not in self._calls:
+            name = name.rpartition(".")[0]
+        return name

@@ -1,0 +1,198 @@
+"""Which layers belong together: groups found in the data flow of a recording.
+
+It owns the graph walk.  Every layer has two faces: what goes in and what comes out.  An output face and all the input
+faces that it reaches without passing through another layer form a group: the outputs may be cut by features (column) if
+the inputs are (row), and nothing else sees them.  The replay proves whether the ops between allow it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
+
+from tpkernels.planning.runs.session import Node
+from tpkernels.planning.runs.trace import Recording
+
+__all__ = ["Component", "Group", "components", "find_groups"]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers whose output may be cut, and the layers that take it; in the order of their calls."""
+
+    columns: tuple[str, ...]
+    rows: tuple[str, ...]
+    random: bool
+    """Dropout, or another random op, runs on what is cut."""
+    feeders: tuple[str, ...] = ()
+    """Layers that stay whole and give to the columns and to what is cut; their output's gradient is summed."""
+    summed: tuple[str, ...] = ()
+    """Rows that give what they sum to columns or to what is cut; so is the gradient of that."""
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        return (*self.columns, *self.rows, *self.feeders)
+
+
+@dataclass(frozen=True)
+class Component:
+    """Layers that give to one another: everything that one of ``rows`` takes from layers is of ``columns``."""
+
+    columns: frozenset[str]
+    rows: frozenset[str]
+    seen_outside: frozenset[str]
+    """Columns of which results of the model are made, or what goes into an opaque module."""
+    open: frozenset[str]
+    """Rows that take something else as well: an input of the model, or what an opaque module gives."""
+    noisy: frozenset[str]
+    """Rows before which random ops run."""
+    sources: dict[str, set[str]]
+    """Of each row: the columns that it takes."""
+
+
+def find_groups(recording: Recording, *, convolutions: bool = False) -> list[Group]:
+    """All groups that could be cut, smallest first, and by order of calls; behind them those of which less is cut.
+
+    ``convolutions``: those over all channels count as layers, and groups without one, or with inner layers, do not.
+    """
+    order = {event.layer: index for index, event in reversed(list(enumerate(recording.events))) if event.layer}
+    if convolutions:
+        order |= {call.name: index for index, call in reversed(list(recording.channel_calls.items()))}
+    tables = {name for name, layer in recording.shadow.layers.items() if layer.kind == "embedding"}
+    groups: list[Group] = []
+    fed: list[Group] = []
+    for one in components(recording, convolutions=convolutions):
+        if convolutions and (
+            one.columns & one.rows or not recording.convolution_inputs.keys() & (one.columns | one.rows)
+        ):
+            continue
+        for found, ways in ((groups, _ways(one)), (fed, () if convolutions else _fed_ways(one, tables))):
+            for columns, rows, feeders, summed in ways:
+                if columns and rows and not columns & rows and not columns & one.seen_outside and not rows & one.open:
+                    ordered = [tuple(sorted(some, key=order.__getitem__)) for some in (columns, rows, feeders, summed)]
+                    found.append(Group(ordered[0], ordered[1], bool(rows & one.noisy), ordered[2], ordered[3]))
+
+    def size(group: Group) -> tuple[int, int]:
+        return len(group.columns) + len(group.rows), order[group.columns[0]]
+
+    return sorted(groups, key=size) + sorted(fed, key=size)
+
+
+def components(recording: Recording, *, convolutions: bool = False) -> list[Component]:
+    """All layers that take something from others, with these; ``convolutions``: those over all channels as well."""
+    walks = {
+        layer: _walk_back(recording, inputs, convolutions)
+        for layer, inputs in (recording.layer_inputs | (recording.convolution_inputs if convolutions else {})).items()
+    }
+    sources = {layer: found for layer, (found, _, _) in walks.items()}
+    outside, _, _ = _walk_back(recording, recording.outputs, convolutions)
+    return [
+        Component(
+            frozenset(columns), frozenset(rows), frozenset(columns & outside),
+            frozenset(row for row in rows if not walks[row][1]), frozenset(row for row in rows if walks[row][2]),
+            {row: sources[row] for row in rows},
+        )
+        for columns, rows in _components(sources)
+    ]  # fmt: skip
+
+
+_Way = tuple[set[str], set[str], set[str], set[str]]
+"""Columns, rows, feeders, and the rows that give to parts."""
+
+
+def _ways(one: Component) -> Iterator[_Way]:
+    """How a component might be cut, where some of its layers are inner ones, which read from others of it.
+
+    What they read from may stay whole: latent attention has a layer whose output goes into the projection of keys and
+    values, and beside it, as the part of the keys that all heads share.  Or they are rows themselves: what selects the
+    states of Mamba is made of all channels, and used on each.  Further inner layers that read from these are columns.
+    """
+    columns, rows, sources = set(one.columns), set(one.rows), one.sources
+    inner = columns & rows
+    feeders = {layer for name in inner for layer in sources[name]}
+    if not inner or feeders & rows:
+        yield columns, rows, set(), set()
+    else:
+        yield columns - feeders, rows - inner, feeders, set()
+    summed = {name for name in inner if sources[name] <= columns - inner}
+    fed = inner - summed
+    if summed and all(sources[name] <= summed for name in fed):
+        yield (columns - inner) | fed, rows - fed, set(), summed
+
+
+def _fed_ways(one: Component, tables: Container[str]) -> Iterator[_Way]:
+    """A component that falls apart into blocks without the columns that all of its rows take, and these as feeders:
+    one layer before many blocks, such as what BROS makes of the places of words for the scores of all heads.
+
+    Tables cannot be feeders: one that is cut by vocabulary sums its output, not the gradient of that.
+    """
+    shared = set[str].intersection(*one.sources.values())
+    if any(name in tables for name in shared):
+        return
+    rest = _components({row: found - shared for row, found in one.sources.items()})
+    if shared and len(rest) > 1 and not one.columns & one.rows and sum(len(rows) for _, rows in rest) == len(one.rows):
+        yield set(one.columns) - shared, set(one.rows), shared, set()
+
+
+def _walk_back(recording: Recording, start: list[int], convolutions: bool) -> tuple[set[str], bool, bool]:
+    """Layers whose outputs reach nodes ``start``; whether nothing else does that may want a gradient, an input of the
+    model or the result of an opaque module; whether random ops are between.
+
+    ``convolutions``: those over all channels count as layers.
+    """
+    layers: set[str] = set()
+    random = False
+    seen, todo = set(start), list(start)
+    while todo:
+        node = recording.nodes[todo.pop()]
+        layer = _layer_of(node, convolutions)
+        if layer is not None:
+            layers.add(layer)
+            continue
+        random |= node.random
+        fresh = [index for index in node.inputs if index not in seen]
+        seen.update(fresh)
+        todo += fresh
+    return layers, _is_closed(recording, start, convolutions), random
+
+
+def _layer_of(node: Node, convolutions: bool) -> str | None:
+    return node.layer or (node.convolution if convolutions else None)
+
+
+def _is_closed(recording: Recording, start: list[int], convolutions: bool) -> bool:
+    """A mask that is a comparison of an input may come along, the input itself may not."""
+    seen, todo = set(start), list(start)
+    while todo:
+        node = recording.nodes[todo.pop()]
+        if _layer_of(node, convolutions) is not None or node.severed:
+            continue
+        if node.is_input or node.opaque:
+            return False
+        fresh = [index for index in node.inputs if index not in seen]
+        seen.update(fresh)
+        todo += fresh
+    return True
+
+
+def _components(sources: dict[str, set[str]]) -> list[tuple[set[str], set[str]]]:
+    """Connected components of output faces and input faces."""
+    readers: dict[str, set[str]] = defaultdict(set)
+    for row, columns in sources.items():
+        for column in columns:
+            readers[column].add(row)
+    found, done = [], set[str]()
+    for row in sources:
+        if row in done or not sources[row]:
+            continue
+        columns, rows, todo = set[str](), {row}, [row]
+        while todo:
+            for column in sources[todo.pop()] - columns:
+                columns.add(column)
+                fresh = readers[column] - rows
+                rows |= fresh
+                todo += fresh
+        done |= rows
+        found.append((columns, rows))
+    return found

@@ -1,0 +1,63 @@
+"""Compare the arguments of an op between the run of the whole model and a run on parts of its tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from tpkernels.planning.runs.session import Shape
+
+__all__ = ["numbers_in", "same_scalars", "shapes_in", "without_sizes"]
+
+aten = torch.ops.aten
+_SIZES: dict[Any, tuple[int, ...]] = {
+    aten.view: (1,), aten.expand: (1,), aten.slice: (2, 3), aten.split: (1,), aten.split_with_sizes: (1,),
+    aten.full: (0,), aten.new_full: (1,), aten.zeros: (0,), aten.ones: (0,), aten.empty: (0,),
+    aten.new_zeros: (1,), aten.new_ones: (1,), aten.new_empty: (1,), aten.convolution: (8,),
+}  # fmt: skip
+"""Arguments that say how large a result is, and may be others on one rank; all others must be the whole model's."""
+_SIZE_NAMES = {"size", "start", "end", "split_size", "split_sizes", "output_size"}
+
+
+def shapes_in(value: Any) -> list[Shape]:
+    """Shapes in the order of ``tree_leaves`` over the tensors that they stand for."""
+    if isinstance(value, Shape):
+        return [value]
+    if isinstance(value, dict):
+        return [shape for item in value.values() for shape in shapes_in(item)]
+    if isinstance(value, list | tuple):
+        return [shape for item in value for shape in shapes_in(item)]
+    return []
+
+
+def without_sizes(packet: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    sizes = _SIZES.get(packet, ())
+    rest = [None if place in sizes else argument for place, argument in enumerate(args)]
+    return rest, {key: value for key, value in kwargs.items() if key not in _SIZE_NAMES}
+
+
+def same_scalars(whole: Any, local: Any) -> bool:
+    """Whether the arguments are equal, apart from the shapes of tensors."""
+    if isinstance(whole, Shape) or isinstance(local, Shape):
+        return isinstance(whole, Shape) and isinstance(local, Shape)
+    if isinstance(whole, list | tuple):
+        return len(whole) == len(local) and all(same_scalars(a, b) for a, b in zip(whole, local, strict=True))
+    if isinstance(whole, dict):
+        return whole.keys() == local.keys() and all(same_scalars(whole[key], local[key]) for key in whole)
+    return bool(whole == local)
+
+
+def numbers_in(indices: Any) -> list[int] | None:
+    """The numbers in the only tensor of indices, where Python's code says them; None where a run would tell."""
+    given = [index for index in indices if isinstance(index, Tensor)]
+    known = given[0].constant if len(given) == 1 and isinstance(given[0], FakeTensor) else None
+    if len(given) == 1 and not isinstance(given[0], FakeTensor):
+        known = given[0]
+    if known is None or known.dim() != 1 or known.dtype == torch.bool:
+        return None
+    with torch.utils._python_dispatch._disable_current_modes():
+        numbers: list[int] = known.tolist()
+    return numbers

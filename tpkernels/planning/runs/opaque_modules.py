@@ -1,0 +1,183 @@
+"""Record models that need the values of tensors: the module that needs them becomes one step of the run.
+
+It owns :func:`record`.  A router that asks ``nonzero()`` for the tokens of an expert, calls ``.item()`` or branches on
+a tensor cannot run on fake tensors.  The innermost module whose call needs a value is marked opaque, and the recording
+starts again.  An opaque module runs unrecorded, under a guess of what the values are: the recording has what goes in
+and what comes out, and nothing of the inside.
+
+A guess by itself proves nothing.  The model is recorded with at least two different guesses, and all recordings must
+agree in every event.  If they disagree, as they do where a shape depends on a value, the module around is marked opaque
+instead, up to the model itself, which then has no data flow.  The same happens to a module that writes to its inputs,
+or passes tensors on by other means than its results.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+from tpkernels.planning.modules.experts import CalledOtherwise
+from tpkernels.planning.runs.fake_answers import GUESSES, Guess
+from tpkernels.planning.runs.known_values import Changes
+from tpkernels.planning.runs.session import NotOpaque, Opaque
+from tpkernels.planning.runs.shadow import Shadow
+from tpkernels.planning.runs.tensors import storage_of
+from tpkernels.planning.runs.trace import Example, Recording
+
+__all__ = ["NeedsValues", "record"]
+
+MOST_OPAQUE = 2000
+"""Modules that may be marked, one recording each at worst."""
+
+
+class NeedsValues(Exception):
+    """The model itself would have to be opaque, because of what this was raised from."""
+
+
+@dataclass
+class _Close(Exception):
+    """The module ``name``, "" for the model itself, has to become opaque because of ``cause``."""
+
+    name: str
+    cause: Exception
+
+
+class _GuessFailed(Exception):
+    """An opaque module does not run with what was guessed."""
+
+
+def record(shadow: Shadow, call: Example, after: Recording | None = None) -> Recording:
+    """A recording of ``shadow``; modules that need values are opaque afterwards.
+
+    ``after``: the call before this one.
+
+    Raises:
+        NeedsValues: it needs the values of tensors, and no module but the one that is called could be opaque.
+        Exception: what the model raises.
+    """
+    for _ in range(MOST_OPAQUE):
+        try:
+            return _agreed(shadow, call, after)
+        except _Close as close:
+            if close.name in ("", call.method) or close.name in shadow.opaque:
+                raise NeedsValues from close.cause
+            for name in _alike(shadow, close.name):
+                shadow.make_opaque(name)
+        except Changes as error:
+            shadow.constants = [one for one in shadow.constants if storage_of(one[0]) not in error.storages]
+    raise RuntimeError(f"more than {MOST_OPAQUE} modules need the values of tensors")
+
+
+def _alike(shadow: Shadow, name: str) -> list[str]:
+    """Modules of the same class, at the same place of another block: they will need values too."""
+    kind, place = type(shadow.modules[name]), _place(name)
+    return [n for n, m in shadow.modules.items() if type(m) is kind and _place(n) == place and n not in shadow.opaque]
+
+
+def _place(name: str) -> str:
+    return re.sub(r"\d+", "*", name)
+
+
+def _agreed(shadow: Shadow, call: Example, after: Recording | None) -> Recording:
+    """One recording, if all guesses lead to the same one."""
+    first: Recording | None = None
+    runs: list[Recording] = []
+    failure: Exception | None = None
+    for truth in (True, False):
+        guesses = [guess for guess in GUESSES if guess.truth is truth]
+        rows = set[int]()
+        for guess in guesses:
+            if guess.rows in rows:
+                continue
+            try:
+                run = _run(shadow, guess, call, after)
+            except _GuessFailed as error:
+                failure = failure or error
+                continue
+            if not run.asked:
+                return run
+            rows.add(guess.rows)
+            first = first or run
+            runs.append(run)
+        if len(rows) > 1 and not any(run.asked_truth for run in runs):
+            break
+    values = {(guess.truth, guess.rows) for run in runs for guess in [run.guess]}
+    if first is None or not any({(truth, 2), (truth, 3)} <= values for truth in (True, False)):
+        assert failure is not None
+        raise failure.__cause__ or failure
+    shadow.guess = first.guess
+    _compare(first, runs)
+    _join(first, runs)
+    return first
+
+
+def _run(shadow: Shadow, guess: Guess, call: Example, after: Recording | None) -> Recording:
+    """The recording under ``guess``.
+
+    Raises:
+        _Close, _GuessFailed, and whatever the model raises without a guess.
+    """
+    shadow.guess = guess
+    recording = Recording(shadow, after=after)
+    try:
+        recording.run(call)
+        if recording.met_real_cache:  # later runs compute what this one found there
+            recording = Recording(shadow, after=after)
+            recording.run(call)
+    except NotOpaque as error:
+        raise _Close(recording.callers[error.name], error) from error
+    except (CalledOtherwise, Changes):
+        raise
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        if recording.failed_in is None:
+            raise _Close(recording.innermost, error) from error
+        raise _GuessFailed from error
+    except Exception as error:
+        if recording.failed_in is not None:
+            raise _GuessFailed from error
+        if recording.asked:
+            raise _Close(recording.callers[recording.last_opaque], error) from error
+        raise
+    return recording
+
+
+def _compare(first: Recording, runs: list[Recording]) -> None:
+    for other in runs:
+        events = zip(first.events, other.events, strict=False)
+        same = next((at for at, pair in enumerate(events) if pair[0].anywhere() != pair[1].anywhere()), None)
+        if same is None and len(first.events) == len(other.events):
+            continue
+        before = first.events[: len(first.events) if same is None else same + 1]
+        opaque = [event.packet.name for event in before if isinstance(event.packet, Opaque)]
+        if not opaque:
+            raise RuntimeError("two runs of the model differ before any value was asked for")
+        error = ValueError(f"the results of {opaque[-1]} depend on the values of tensors")
+        raise _Close(first.callers[opaque[-1]], error)
+
+
+def _join(first: Recording, runs: list[Recording]) -> None:
+    """What any of the guesses saw inside of opaque modules; what one block does, its like may do."""
+    shadow = first.shadow
+    direct, called = set[str](), set[str]()
+    for run in runs:
+        direct |= run.direct
+        called |= run.called_quietly
+        for name, around in run.called_within.items():
+            first.called_within[name] = first.called_within.get(name, around) & around
+    places = {_place(name) for name in called}
+    read = {_place(name) for name in direct if _inside(name, shadow.opaque)}
+    for name in (*shadow.layers, *shadow.experts):
+        if _inside(name, shadow.opaque):
+            if _place(name) in places:
+                first.layer_rows.setdefault(name, 0)
+                first.rows_unknown.add(name)
+            if _place(name) in read:
+                direct.add(name)
+    first.direct |= direct
+
+
+def _inside(name: str, modules: set[str]) -> bool:
+    parts = name.split(".")
+    return any(".".join(parts[:count]) in modules for count in range(1, len(parts)))

@@ -1,0 +1,84 @@
+"""How many rows every layer sees in a recorded run, and which layers need a gradient, for the bytes of a plan.
+
+Of convolutions it counts elements: those of the input that somebody wants the gradient of, and those of the output.
+
+A recording does not treat torch's ``MultiheadAttention`` as a layer.  Its rows are read from the arguments of its call:
+those of the queries for its output, those of every distinct input for the sum of gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from tpkernels.planning.runs.trace import Recording
+
+__all__ = ["count_rows", "elements_in", "untrained_in"]
+
+
+def count_rows(recordings: Sequence[Recording]) -> dict[str, int | None]:
+    """Rows that go into each layer, over all its calls; None where that depends on the values of tensors.
+
+    Of several examples the first that calls the layer counts.
+    """
+    found: dict[str, int | None] = {}
+    for recording in reversed(recordings):
+        found |= _rows_of(recording)
+    return found
+
+
+def _rows_of(recording: Recording) -> dict[str, int | None]:
+    rows: dict[str, int | None] = dict(recording.layer_rows)
+    for scope in recording.scopes:
+        if not isinstance(recording.shadow.modules[scope.name], nn.MultiheadAttention):
+            continue
+        query, *others = _inputs(scope.args, scope.kwargs)
+        inner = f"{scope.name}.out_proj" if scope.name else "out_proj"
+        rows[inner] = (rows.get(inner) or 0) + _rows(query)
+        distinct = {id(x): _rows(x) for x in (query, *others) if not recording.is_input(x)}
+        rows[scope.name] = (rows.get(scope.name) or 0) + sum(distinct.values())
+    for call in recording.norm_calls.values():
+        known = recording.shadow.norms.get(call.name)
+        own = call.shape[0] if known is not None and known.response else prod(call.shape[:-1])
+        rows[call.name] = (rows.get(call.name) or 0) + own
+    return rows | dict.fromkeys(recording.rows_unknown)
+
+
+def untrained_in(recordings: Sequence[Recording]) -> frozenset[str]:
+    """Layers that read nothing but the model's own inputs."""
+    only: dict[str, bool] = {}
+    for recording in recordings:
+        for name, nodes in recording.layer_inputs.items():
+            alone = bool(nodes) and all(recording.nodes[node].is_input for node in nodes)
+            only[name] = only.get(name, True) and alone
+    return frozenset(name for name, alone in only.items() if alone)
+
+
+def elements_in(recordings: Sequence[Recording]) -> dict[str, tuple[int, int]]:
+    """For each convolution, over all its calls; of several examples the first that calls it counts."""
+    found: dict[str, tuple[int, int]] = {}
+    for recording in reversed(recordings):
+        one: dict[str, tuple[int, int]] = {}
+        for scope in recording.scopes:
+            if isinstance(recording.shadow.modules[scope.name], _ConvNd):
+                x: Tensor = scope.args[0] if scope.args else scope.kwargs["input"]
+                events = recording.events[scope.start : scope.stop]
+                gives = sum(prod(event.outputs[0]) for event in events if event.packet is torch.ops.aten.convolution)
+                takes, before = one.get(scope.name, (0, 0))
+                one[scope.name] = takes + x.numel() * scope.trained, before + gives
+        found |= one
+    return found
+
+
+def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    named = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
+    return [named[name] for name in ("query", "key", "value")]
+
+
+def _rows(x: Tensor) -> int:
+    return x.numel() // max(1, x.shape[-1])
