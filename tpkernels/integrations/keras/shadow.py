@@ -185,6 +185,7 @@ class KerasShadow(Shadow):
         self.opaque: set[str] = set()
         self.guess = GUESSES[0]
         self.given: list[tuple[Tensor, Tensor]] = []
+        self.constants: list[tuple[Tensor, Tensor]] = []
         self.layers: dict[str, Layer] = {}
         self.equations: dict[str, Equation] = {}
         self.reasons: dict[str, str] = {}
