@@ -340,7 +340,7 @@ EDITS = (
     Edit("sharding/apply.py", "summed = style.sequence_parallel", "summed = False", "tests/models/test_models.py"),
     Edit(
         "sharding/apply.py",
-        "call_cut_layers(model, [old for old, _ in replacements])",
+        "call_cut_layers(model, [old for old, _ in swapped])",
         "pass",
         "tests/sharding/test_torch_encoder.py",
     ),
