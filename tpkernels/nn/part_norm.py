@@ -278,7 +278,8 @@ class PartResponseNorm(nn.Module):
     """x and y ``[N, H, W, features_r]``: this rank's part of the last dimension, cut as ``torch.chunk`` cuts.
 
     Examples:
-        >>> norm = tpk.nn.PartResponseNorm.from_norm(grn_of_8_features, mesh["tp"], epsilon=1e-6)
+        >>> parameters = {"weight": torch.ones(1, 1, 1, 8), "bias": torch.zeros(1, 1, 1, 8)}
+        >>> norm = tpk.nn.PartResponseNorm.from_norm(nn.ParameterDict(parameters), mesh["tp"], epsilon=1e-6)
         >>> norm(torch.ones(2, 3, 3, 4)).shape  # half of 8 features
         torch.Size([2, 3, 3, 4])
     """
@@ -303,7 +304,7 @@ class PartResponseNorm(nn.Module):
         mesh, own = tp_mesh(group, norm), dict(norm.named_parameters())
         shapes = {key: tuple(one.shape) for key, one in own.items()}
         sizes = {shape[-1:] for shape in shapes.values() if len(shape) == 4 and shape[:-1] == (1, 1, 1)}
-        if list(own) != ["weight", "bias"] or len({*shapes.values()}) > 1 or len(sizes) != 1:
+        if sorted(own) != ["bias", "weight"] or len({*shapes.values()}) > 1 or len(sizes) != 1:
             raise ValueError(f"{type(norm).__name__} must have weight and bias of [1, 1, 1, features], got {shapes}")
         _check(own["weight"], mesh, epsilon)
         module = cls.__new__(cls)
