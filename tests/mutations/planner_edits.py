@@ -63,6 +63,7 @@ PLANNER = (
     Edit("planning/runs/gradient_code.py", "session.set_origin(tensor, None)", "pass", f"{FOLLOWED} -k compared"),
     Edit("planning/replays/whole_steps.py", "self._taken(tensors)", "self._completed(tensors)", f"{FOLLOWED} -k pick"),
     Edit("planning/replays/whole_steps.py", "in sources]", "in ()]", f"{HEADS} -k kernel"),
+    Edit("planning/proofs/search_widths.py", "any(_AGAIN in name for name in read)", "False", f"{WIDTHS} -k more"),
     Edit("planning/replays/width_steps.py", "layer not in layers", "False", f"{WIDTHS} -k more"),
     Edit("planning/replays/width_steps.py", "id(tensor) in self._shown", "False", f"{WIDTHS} -k more"),
     Edit("nn/shown_width.py", "self._shown = self._whole = None", "pass", f"{WIDTHS} -k whole_tensor"),

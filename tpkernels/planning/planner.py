@@ -384,12 +384,13 @@ class _Planner:
 
         A dimension of one says nothing of heads (MRA's blocks have one): what is seen so is gathered.
         """
-        small = [e.count for g, e in self.decision.refused.items() if len(g.columns) + len(g.rows) <= SMALL_GROUP]
-        enough = max(small, default=0) >= max(2, divisor(self.world_size))  # in deeper stages of Swin
+        small = [(group, error) for group, error in self.decision.refused.items() if group.size <= SMALL_GROUP]
+        most = max((error.count for _, error in small), default=0)
+        enough = most >= max(2, divisor(self.world_size))  # in deeper stages of Swin
         if enough or any(proof.heads for proof in self.decision.proven.values()):
             return
-        for group, error in self.decision.refused.items():
-            if 1 < error.count < divisor(self.world_size) and len(group.columns) + len(group.rows) <= SMALL_GROUP:
+        for group, error in small:
+            if 1 < error.count < divisor(self.world_size):
                 raise ValueError(
                     f"{self.world_size} ranks are more than the {error.count} heads of "
                     f"{group.columns[0].rpartition('.')[0] or type(self.model).__name__}: use at most {error.count} "

@@ -44,7 +44,7 @@ def asked_in_other_pieces(roles: Mapping[str, Role], proven: Mapping[Group, Proo
     return {
         name: f"{asked} is asked for in multiples of its own"
         for group, proof in proven.items()
-        for asked in {*group.layers} & roles.keys()
-        if roles[asked].pieces not in (0, proof.pieces)
+        for asked in group.layers
+        if asked in roles and roles[asked].pieces not in (0, proof.pieces)
         for name in group.layers
     }

@@ -17,7 +17,7 @@ from tpkernels.planning.alone.single_layers import by_rule
 from tpkernels.planning.entries.convolution_entries import channel_cuts, convolution_traffic
 from tpkernels.planning.entries.plan_entries import traffic_of
 from tpkernels.planning.proofs.hypotheses import Proof
-from tpkernels.planning.proofs.pair_proofs import moved, prove
+from tpkernels.planning.proofs.pair_proofs import prove
 from tpkernels.planning.proofs.search import Search
 from tpkernels.planning.runs.layer_groups import Group, find_groups
 from tpkernels.planning.runs.row_counts import elements_in, untrained_in
@@ -54,9 +54,9 @@ def find_pairs(
             saved[group] = sum(bytes_of.alone(name) - bytes_of.in_pair(name, group) for name in group.layers)
     found: dict[Group, Proof] = {}
     known: dict[Any, tuple[Group, Scope, Proof] | Unproven] = {}
-    taken: dict[str, Group] = {}
+    taken = set[str]()
     for group in sorted(saved, key=lambda group: -saved[group]):
-        if used := taken.keys() & {*group.layers}:
+        if used := taken & {*group.layers}:
             refused[group] = Unproven(f"{min(used)} is in another pair")
             continue
         if saved[group] < 0:
@@ -68,7 +68,7 @@ def find_pairs(
             refused[group] = error
             continue
         found[group] = proof
-        taken |= dict.fromkeys(group.layers, group)
+        taken |= {*group.layers}
     return found, refused
 
 
@@ -88,10 +88,11 @@ def _proof(
             known[key] = group, scope, prove(search, recording, group, world_size)
         except Unproven as error:
             known[key] = error
-    first = known[key]
-    if isinstance(first, Unproven):
-        raise first
-    proof = moved(first, group, scope)
+    found = known[key]
+    if isinstance(found, Unproven):
+        raise found
+    first, old, proof = found
+    proof = proof.moved((first, old.name), (group, scope.name))
     for owner in (name.rpartition(".")[0] for name in proof.slices):
         if owner in excluded:
             raise Unproven(f"{owner} stays whole, or is cut with others")

@@ -133,7 +133,7 @@ class _Decider:
             self._pair_convolutions()
         self.decision.random = self._random_pairs()
         for group, error in self.decision.refused.items():
-            if _size(group) <= SMALL_GROUP or error.count:
+            if group.size <= SMALL_GROUP or error.count:
                 names = (*group.columns, *group.rows)
                 self.decision.together |= {name: names for name in names if name not in self.excluded}
         return self.decision
@@ -160,7 +160,7 @@ class _Decider:
                 self.decision.refused[group] = Unproven(f"{barred} {self.excluded[barred]}")
                 continue
             if self._is_narrow(group):
-                shared = layers & {name for other in self.decision.proven if _size(other) > 2 for name in other.layers}
+                shared = layers & {name for other in self.decision.proven if other.size > 2 for name in other.layers}
                 self.decision.adapters |= {name: min(shared) for name in layers - used if shared}
             if layers & used or self._contradicts(group):
                 continue
@@ -193,7 +193,7 @@ class _Decider:
     def _is_narrow(self, group: Group) -> bool:
         """Whether it is a pair like the A and B of LoRA, which a cut serves little: larger groups come first."""
         layers = self.shadow.layers
-        if _size(group) > 2 or any(name not in layers for name in group.layers):
+        if group.size > 2 or any(name not in layers for name in group.layers):
             return False
         first, last = layers[group.columns[0]], layers[group.rows[0]]
         return first.out_features < min(first.in_features, last.out_features)
@@ -208,10 +208,10 @@ class _Decider:
 
         others: dict[str, list[Group]] = {}
         for group in groups:
-            for name in group.columns if _size(group) <= SMALL_GROUP else ():
+            for name in group.columns if group.size <= SMALL_GROUP else ():
                 others.setdefault(name, []).append(group)
         return {
-            group for group in groups if _size(group) == 2
+            group for group in groups if group.size == 2
             for other in others.get(group.rows[0], ()) if size({*other.layers} - {*group.layers}) > size(group.layers)
         }  # fmt: skip
 
@@ -228,7 +228,7 @@ class _Decider:
             pieces = error.count if self.search.can_be_cut(error.count) else 0
             if error.count != pieces or any(used & {*group.columns, *group.rows} for group in groups):
                 continue
-            if _size(groups[0]) > SMALL_GROUP and len(groups) == 1 and groups[0].columns[0] in self.shadow.layers:
+            if groups[0].size > SMALL_GROUP and len(groups) == 1 and groups[0].columns[0] in self.shadow.layers:
                 continue  # the residual stream of a whole model: no layout carries features through its norms
             scopes = [self.search.scope_of(group) for group in groups]
             segments = [{n: (self.shadow.layers[n].out_features,) for n in group.columns} for group in groups]
@@ -424,7 +424,3 @@ def _in_mode(error: Unproven, mode: Mode) -> Unproven:
         if mode == MODES[0] or isinstance(error, HandedOn)
         else Unproven(f"{error.reason} (in {mode})", count=error.count)
     )
-
-
-def _size(group: Group) -> int:
-    return len(group.columns) + len(group.rows)

@@ -26,7 +26,7 @@ from tpkernels.planning.runs.shadow import Shadow
 from tpkernels.planning.runs.trace import Recording
 from tpkernels.planning.splits import Unproven, share
 
-__all__ = ["moved", "prove", "roles_of"]
+__all__ = ["prove", "roles_of"]
 
 MOST_LAYOUTS, MOST_SLICES = 8, 16
 """Attempts for one group, and how often tensors of other modules are cut with it."""
@@ -128,13 +128,3 @@ def _slices_for(shadow: Shadow, scope: str, proof: Proof, error: Unproven, runni
         if tensor is not None and prod(tensor.shape) == size:  # a number for each channel
             found[name] = Slice(tuple(tensor.shape).index(size), (size,))
     return found
-
-
-def moved(known: tuple[Group, Scope, Proof], group: Group, scope: Scope) -> Proof:
-    """The proof of one group, restated for another group that differs only in its place."""
-    first, old, proof = known
-    names = dict(zip(first.layers, group.layers, strict=True))
-    segments = {names[name]: sizes for name, sizes in proof.segments.items()}
-    return replace(
-        proof, segments=segments, slices={scope.name + key[len(old.name) :]: cut for key, cut in proof.slices.items()}
-    )

@@ -150,7 +150,7 @@ class Search(Hypotheses):
     def _sliced(self, group: Group, proof: Proof, error: Unproven) -> Proof | None:
         """The same with parameters cut that met parts as a whole, one after the other as they do."""
         self._torn.clear()
-        if len(group.columns) + len(group.rows) > MAX_LAYERS:
+        if group.size > MAX_LAYERS:
             return None
         self._tries = MAX_SLICINGS
         return self._more_sliced(group, proof, error)

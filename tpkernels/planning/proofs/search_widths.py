@@ -26,6 +26,9 @@ from tpkernels.planning.splits import Unproven, divisor, share
 __all__ = ["SearchWidths"]
 
 _SIZES = {"shape", "size"}
+# Code that checkpoints a layer calls it anew in the backward pass, when the call of the module is over, and what the
+# layer takes in place of the shown tensor is told by nobody.  Around the module nothing is in the way.
+_AGAIN = "checkpoint"
 
 
 class SearchWidths(Search):
@@ -82,7 +85,8 @@ class SearchWidths(Search):
             kind: Any = type(module)
             inside = [event for event in self.recording.events[call.start : call.stop] if event.layer is not None]
             around = {self._around_layer(event.layer) for event in inside if event.layer in group.columns}
-            if call.name not in around or not _SIZES & names_read(kind):
+            read = names_read(kind)
+            if call.name not in around or not _SIZES & read or any(_AGAIN in name for name in read):
                 continue
             for argument, x in named_arguments(module, call.args, call.kwargs).items():
                 if not isinstance(x, Tensor) or not x.dim():

@@ -62,7 +62,7 @@ class Neighbours:
         groups = self._decision.refused.items()
         return [
             (frozenset(group.layers), error.reason)
-            for group, error in groups if len(group.columns) + len(group.rows) <= SMALL_GROUP
+            for group, error in groups if group.size <= SMALL_GROUP
         ]  # fmt: skip
 
     @cached_property

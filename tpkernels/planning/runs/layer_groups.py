@@ -34,6 +34,11 @@ class Group:
     def layers(self) -> tuple[str, ...]:
         return (*self.columns, *self.rows, *self.feeders)
 
+    @property
+    def size(self) -> int:
+        """How many layers are cut."""
+        return len(self.columns) + len(self.rows)
+
 
 @dataclass(frozen=True)
 class Component:
@@ -73,10 +78,10 @@ def find_groups(recording: Recording, *, convolutions: bool = False) -> list[Gro
                     ordered = [tuple(sorted(some, key=order.__getitem__)) for some in (columns, rows, feeders, summed)]
                     found.append(Group(ordered[0], ordered[1], bool(rows & one.noisy), ordered[2], ordered[3]))
 
-    def size(group: Group) -> tuple[int, int]:
-        return len(group.columns) + len(group.rows), order[group.columns[0]]
+    def place(group: Group) -> tuple[int, int]:
+        return group.size, order[group.columns[0]]
 
-    return sorted(groups, key=size) + sorted(fed, key=size)
+    return sorted(groups, key=place) + sorted(fed, key=place)
 
 
 def components(recording: Recording, *, convolutions: bool = False) -> list[Component]:
