@@ -131,14 +131,15 @@ def test_each_part_of_a_grouped_gemm_goes_through_the_weights_of_the_experts_tha
 
 
 def test_chunks_are_taken_for_few_large_experts_and_left_for_many_small_ones() -> None:
-    """Layers of Mixtral and Qwen3 by the sizes of `benchmarks/experts.py`, on a link of 1 Gbit/s."""
+    """Layers of Mixtral, Qwen3 and GPT-OSS by the sizes of `benchmarks/experts.py`, on a link of 1 Gbit/s."""
     costs = Costs(
         gemm_gflops=600, gemm_overhead_us=4, weight_gbytes=10, relay_gbytes=25, link_gbytes=0.118, link_latency_us=150,
         link_cpu=0.45, copy_gbytes=5, measured=True,
     )  # fmt: skip
-    for experts, top_k, features, best in ((8, 2, 3584, "chunked"), (128, 8, 768, "unfused")):
+    layers = ((8, 2, 1024, 3584, "chunked"), (128, 8, 1024, 768, "unfused"), (32, 4, 720, 720, "unfused"))
+    for experts, top_k, d_model, features, best in layers:
         shared = {"m": 2048, "world_size": 2, "experts": experts, "top_k": top_k}
-        for op, n, k in ((GROUPED[0], 2 * features, 1024), (GROUPED[1], 1024, features)):
+        for op, n, k in ((GROUPED[0], 2 * features, d_model), (GROUPED[1], d_model, features)):
             chosen, explanation = dispatch.select(problem(op, n=n, k=k, **shared), "auto", costs)
             assert chosen.name == best, str(explanation)
 

@@ -57,10 +57,11 @@ __all__ = [
 # A GEMM of fewer rows leaves most of a GPU idle: 1024 rows and 2048 columns are 64 tiles of 128 x 256, for 132 SMs. Not
 # measured yet.
 MIN_CUDA_CHUNK_ROWS = 1024
-# What the overlap with a grouped GEMM must be worth, in times of what the cut is estimated to cost.  Gate and up in two
-# parts instead of one, 2048 tokens, in ms, estimated and measured: 25 and 46 for 128 experts of 384 x 1024, 8 of them
-# each, 7 and 3 for 8 of 1792 x 1024, 2 each (bf16, one core of an Intel Xeon with AMX, 2026-11-27).
-GROUPED_CUT = 1.5
+# What cutting a grouped GEMM costs, in times of its estimate: where an expert's part has enough rows to fill the library's
+# kernel, and where it has not, because there picking and adding up the rows of each expert is cut as well.  Layers of
+# `benchmarks/experts.py`, cut in two, took this much longer than in one, of what was estimated (2026-11-28, one host, with
+# transfers that take next to nothing): less than nothing with 256 rows (Mixtral), 1.8 to 2.1 times with 32 to 128.
+GROUPED_CUT, GROUPED_CUT_OF_FEW_ROWS, MANY_ROWS = 1.0, 2.5, 256
 
 
 def all_gather_matmul(context: Context, call: AllGatherMatmul) -> Gathered:
@@ -314,7 +315,9 @@ def _estimate_us(problem: Problem, costs: Costs, chunks: int) -> float:
     gemm = costs.gemm_us(problem, pieces)
     if problem.facts.grouped:
         whole = costs.gemm_us(problem)
-        gemm = whole + GROUPED_CUT * max(0.0, gemm - whole)
+        rows = problem.m * problem.top_k / (problem.experts * pieces)
+        factor = GROUPED_CUT if rows >= MANY_ROWS else GROUPED_CUT_OF_FEW_ROWS
+        gemm = whole + factor * max(0.0, gemm - whole)
     if problem.facts.reduces:
         gemm += costs.local_us(problem)
     link = costs.link_us(num_bytes, 0)
