@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
+import shlex
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -102,7 +102,11 @@ def _summary(path: Path, content: dict[str, Any], rows: list[dict[str, Any]]) ->
 
 def _shortened(command: str) -> str:
     """A list of names as their number: they are in the table."""
-    return re.sub(r"(?<=--only )\S+", lambda names: f"<{names[0].count(',') + 1} names>", command)
+    words = shlex.split(command)
+    if "--only" in words:
+        place = words.index("--only") + 1
+        words[place] = f"<{words[place].count(',') + 1} names>"
+    return " ".join(words)
 
 
 def _table(rows: list[dict[str, Any]]) -> list[str]:
