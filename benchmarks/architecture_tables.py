@@ -39,7 +39,9 @@ Then the same unsharded model with weights off by one rounding gives the bound; 
 as **fp32**. A model that amplifies a rounding (batch norms over two values) is judged alike in fp64: what differs there
 by less than 1e-6 may differ by 8 times what weights off by one rounding of fp64 change in the unsharded model
 ("shaken" in the file). Models with experts have torch's grouped product replaced by single ones in fp64, which torch
-does not offer. Where fp64 cannot run at all the reference is fp32, and the limit 1e-4.
+does not offer. Since 2026-11-28 code that asks for fp32 inside gets fp64 in both models, so that 1e-9 holds there, too:
+rows of earlier days that say "fp32 inside" were held to 1e-6. Where fp64 cannot run at all the reference is fp32, and
+the limit 1e-4.
 
 *cut*: share of the parameters' bytes that is divided over the ranks. *proven*: layers whose neighbours were proven
 from data flow to work on parts, so that one sum serves them all. *untraced*: the model could not be traced without

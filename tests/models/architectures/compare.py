@@ -122,8 +122,8 @@ def _run(
 ) -> None:
     model = build(reference.name, dtype).train(reference.training)
     before = {name: p.detach().clone() for name, p in model.named_parameters(remove_duplicate=False)}
-    arguments, double = cast(reference.arguments, dtype), reference.default_double and dtype == torch.float64
-    with computing(dtype, double):
+    arguments = cast(reference.arguments, dtype)
+    with reference.computing(dtype):
         _step("parallelize", found, lambda: tpk.parallelize(model, tp_mesh(), plan))
         with torch.no_grad():  # first: training moves the statistics of batch norms
             evaluated = _step("evaluation", found, lambda: settled(model.eval()(**arguments)))

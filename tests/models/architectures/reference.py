@@ -7,6 +7,7 @@ what tracing leaves there.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tests.models.architectures.catalogue import Architecture, architectures, config_class
 from tests.models.architectures.inputs import calls, cast
@@ -87,9 +89,16 @@ class Reference:
     """Why it has not."""
     default_double: bool
     """fp64 needs torch's default dtype to be it."""
+    doubles: bool
+    """fp64 is asked for where the model asks for fp32 inside."""
     single: bool
     """Computes in fp32 inside, whatever its parameters are."""
     parameters: int
+
+    def computing(self, dtype: torch.dtype) -> contextlib.AbstractContextManager[None]:
+        """As the model was run in this dtype."""
+        exact = dtype == torch.float64
+        return computing(dtype, exact and self.default_double, exact and self.doubles)
 
 
 def build(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -155,9 +164,24 @@ def _quiet() -> Iterator[None]:
         yield
 
 
+class _Doubles(TorchFunctionMode):
+    """Code that asks for fp32 of what is in fp64 gets fp64; else norms and softmaxes of most would round."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(isinstance(one, Tensor) and one.dtype == torch.float64 for one in tree_leaves((args, kwargs))):
+            func = Tensor.double if func is Tensor.float else func
+            args, kwargs = tree_map_only(torch.dtype, _doubled, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _doubled(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float32 else dtype
+
+
 @contextlib.contextmanager
-def computing(dtype: torch.dtype, default: bool = False) -> Iterator[None]:
-    """Run models in ``dtype``, which is torch's default then, too, if ``default``.
+def computing(dtype: torch.dtype, default: bool = False, doubles: bool = False) -> Iterator[None]:
+    """Run models in ``dtype``, which is torch's default then, too, if ``default``; with ``doubles`` also inside.
 
     torch multiplies the matrices of experts in fp64 one by one, since its grouped kernel does not know fp64.
     """
@@ -168,7 +192,7 @@ def computing(dtype: torch.dtype, default: bool = False) -> Iterator[None]:
     if dtype == torch.float64:
         moe._can_use_grouped_mm = lambda input, weight, offs: False
     try:
-        with _quiet():
+        with _quiet(), _Doubles() if doubles else contextlib.nullcontext():
             yield
     finally:
         torch.set_default_dtype(before)
@@ -255,14 +279,14 @@ def reference_of(name: str) -> Reference:
         others = [_measured(_nudged(name, seed), arguments, training, weights)[0] for seed in (1, 2)]
     if not _finite(plain):
         raise CannotBuild("unsharded", "its gradients are not finite")
-    exact, double, single, why = _exact(name, arguments, training, weights)
+    exact, double, doubles, single, why = _exact(name, arguments, training, weights)
     has_fp64 = exact is not None
     exact = exact or plain
     firsts = [plain] if has_fp64 else others
     bound, loose = _bounds(firsts, exact), _bounds([plain, *others], exact)
     dtype = torch.float64 if has_fp64 else torch.float32
     evaluating = build(name, dtype).eval()  # before fp64 is the default, which would draw other weights
-    with computing(dtype, double), torch.no_grad():
+    with computing(dtype, double, doubles), torch.no_grad():
         evaluated = settled(evaluating(**cast(arguments, dtype)))
     return Reference(
         name=name,
@@ -279,6 +303,7 @@ def reference_of(name: str) -> Reference:
         has_fp64=has_fp64,
         why_not=why,
         default_double=double,
+        doubles=doubles,
         single=single,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
     )
@@ -338,28 +363,31 @@ def nudged_runs(reference: Reference) -> list[Run]:
     """What the unsharded model gives in fp64, and then twice with weights that are off by a rounding of fp64."""
     arguments = cast(reference.arguments, torch.float64)
     models = [build(reference.name, torch.float64), *(_nudged(reference.name, s, torch.float64) for s in (1, 2))]
-    with computing(torch.float64, reference.default_double):
+    with reference.computing(torch.float64):
         return [_measured(model, arguments, reference.training, reference.weights)[0] for model in models]
 
 
 def _exact(
     name: str, arguments: Mapping[str, Any], training: bool, weights: Mapping[str, Tensor]
-) -> tuple[Run | None, bool, bool, str]:
-    """In fp64, whether that takes fp64 as default, and whether it is fp32 inside; None where it raises, and why."""
+) -> tuple[Run | None, bool, bool, bool, str]:
+    """In fp64, whether that takes fp64 as default, and in the place of fp32; whether it is fp32 inside.
+
+    None where it raises, and why.
+    """
     why = ""
-    for double in (False, True):
+    for doubles, double in itertools.product((True, False), (False, True)):
         model, finder = build(name, torch.float64), _FindsSingle()
         try:
-            with computing(torch.float64, double):
+            with computing(torch.float64, double, doubles):
                 found, _ = _measured(model, cast(arguments, torch.float64), training, weights)
                 with finder, torch.no_grad():
                     model(**cast(arguments, torch.float64))
             if _finite(found):
-                return found, double, finder.found, ""
+                return found, double, doubles, finder.found, ""
             why = why or "its gradients are not finite"
         except Exception as error:  # noqa: BLE001 - a model that fixes dtypes raises anything
             why = why or _first_line(error)
-    return None, False, True, why
+    return None, False, False, True, why
 
 
 def _finite(found: Run) -> bool:
