@@ -24,6 +24,18 @@ RESPONSE = "tests/planning/test_response_norm.py"
 PLANNER = (
     Edit("planning/planner.py", "enough or any(", "any(", "tests/planning/test_uneven_heads.py -k one_stage"),
     Edit("planning/runs/shadow.py", "put(self.modules, noting.before)", "pass", f"{STATE} -k 'table or buffer'"),
+    Edit(
+        "planning/runs/module_state.py",
+        "(_HOOKING, self._noting_hooks)",
+        "((), self._noting_hooks)",
+        f"{STATE} -k hooks",
+    ),
+    Edit(
+        "planning/runs/module_state.py",
+        "self._told(module, _HOOKS, lambda: remove(handle))",
+        "remove(handle)",
+        f"{STATE} -k hooks",
+    ),
     Edit("planning/replays/replay.py", "self.recording.state_after(scope.changes)", "{}", f"{STATE} -k told"),
     Edit("planning/replays/replay.py", "vars(module) | changed", "vars(module)", f"{STATE} -k kept"),
     Edit("planning/runs/example_inputs.py", "[record(shadow, call, first)]", "[]", f"{STATE} -k second"),

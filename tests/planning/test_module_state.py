@@ -74,6 +74,28 @@ class Choosing(nn.Module):
         return y
 
 
+class Collecting(nn.Module):
+    """Its first call registers hooks that collect what blocks give, as transformers 5.24 does
+    (utils/output_capturing.py); ``for_good``, or each call does and removes them."""
+
+    def __init__(self, *, for_good: bool) -> None:
+        super().__init__()
+        self.blocks, self.for_good, self.ready = nn.Sequential(Pair(), Pair()), for_good, False
+        self.collected: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        handles = [] if self.ready else [block.register_forward_hook(self.collects) for block in self.blocks]
+        self.ready = self.for_good
+        self.collected.clear()
+        self.blocks(x)
+        for handle in () if self.for_good else handles:
+            handle.remove()
+        return torch.stack(self.collected).sum(0)
+
+    def collects(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        self.collected.append(output)
+
+
 def _of_kind(pair: Pair, h: Tensor) -> Tensor:
     """A gate, which is proven within the block alone."""
     gate, value = h.chunk(2, -1)
@@ -95,6 +117,8 @@ CASES: dict[str, tuple[nn.Module, bool]] = {
     "told before": (Choosing(at_once=True), True),
     "never told": (Choosing(at_once=False), False),
     "features read by a second call": (nn.Sequential(Pair(_mean_later)), False),
+    "hooks": (Collecting(for_good=True), True),
+    "hooks for a call": (Collecting(for_good=False), True),
     "a part of the features, kept": (nn.Sequential(Pair(_keeps)), False),
 }
 
@@ -104,11 +128,18 @@ def test_a_pair_is_proven_for_a_first_call_and_for_those_after_it(how: str) -> N
     model, proven = CASES[how]
     before = {name: {**vars(module)} for name, module in model.named_modules()}
     plan = tpk.make_plan(model, 2, example_inputs=X)
-    pair = "block" if isinstance(model, Choosing) else f"{len(model) - 1}"  # type: ignore[arg-type]
+    pair = next(name for name, module in reversed([*model.named_modules()]) if isinstance(module, Pair))
     up, down = plan[f"{pair}.up"], plan[f"{pair}.down"]
     assert isinstance(up.style, Column) and isinstance(down.style, Row)
     assert up.style.gather_output != proven and down.style.split_input != proven, up.reason
     assert before == {name: vars(module) for name, module in model.named_modules()}, "the model is as it was"
+
+
+@pytest.mark.parametrize("for_good", [False, True])
+def test_a_later_call_runs_the_hooks_that_an_earlier_one_has_left_once(for_good: bool) -> None:
+    recordings = Observation(Collecting(for_good=for_good), X).examples[0]
+    stacked = {event.outputs[0][0] for _, recording in recordings for event in recording.events[-2:-1]}
+    assert stacked == {2} and all(recording.after is None for _, recording in recordings), "all calls are alike"
 
 
 def test_what_a_call_leaves_is_recorded_as_a_call_of_its_own() -> None:
