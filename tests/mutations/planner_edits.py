@@ -37,6 +37,12 @@ PLANNER = (
         f"{STATE} -k hooks",
     ),
     Edit("planning/replays/replay.py", "self.recording.state_after(scope.changes)", "{}", f"{STATE} -k told"),
+    Edit(
+        "planning/replays/sequence_flow.py",
+        "self._splits.pop(self._begins_with, None)",
+        "self._splits.clear()",
+        "tests/planning/test_collected_states.py",
+    ),
     Edit("planning/replays/replay.py", "vars(module) | changed", "vars(module)", f"{STATE} -k kept"),
     Edit("planning/runs/example_inputs.py", "[record(shadow, call, first)]", "[]", f"{STATE} -k second"),
     Edit("planning/runs/trace.py", "(id(self), -1 - source[1], source[2]) if", "tensor if", f"{STATE} -k recorded"),

@@ -151,6 +151,9 @@ class _Flow(Session):
         """The call of a module that works on the part, while it runs."""
         self._local_calls: list[LocalCall] = []
         self._shape: tuple[int, ...] = ()
+        self._begins_with = 0
+        """What the first block of the list takes, which is whole to all code outside of the blocks.  What the others
+        take stays a part to code that has collected it."""
         self._inputs: set[int] = set()
         """Of the model, which need no gradient."""
 
@@ -184,7 +187,7 @@ class _Flow(Session):
             if id(x) not in self._splits:
                 if name not in self.first:
                     raise Unproven(f"between blocks the residual becomes whole before {name}")
-                self._shape = tuple(x.shape)
+                self._shape, self._begins_with = tuple(x.shape), id(x)
                 self._splits[id(x)] = self._sequence()
                 if id(x) not in self._inputs:
                     self._gathers(x)  # its gradient
@@ -214,7 +217,7 @@ class _Flow(Session):
             if any(id(tensor) in self._splits for tensor in tensors):
                 raise Unproven(f"{name} gives more than the residual cut along the sequence")
             self._gathers(tensors[0])
-            self._splits.clear()
+            self._splits.pop(self._begins_with, None)
             self.stack = None
 
     def _is_local(self, name: str, given: Any) -> bool:
