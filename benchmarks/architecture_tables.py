@@ -47,16 +47,16 @@ the limit 1e-4.
 from data flow to work on parts, so that one sum serves them all. *untraced*: the model could not be traced without
 example inputs, and why; its layers are then taken one by one. *second*: what came of the same with example inputs.
 
-Each section names its commit. A later one with fewer names holds what has been run since the planner changed: the
-common architectures first, then others in random order.
+Each section names the commits of its rows, which were run on several days; the result file has that of each row.
 """
 
 
 def document(files: Mapping[Path, dict[str, Any]], shares: Mapping[Path, dict[str, Any]]) -> str:
     lines = [line for path, content in shares.items() for line in share_tables.section(path, content)]
+    whole_first = sorted(files.items(), key=lambda item: -len(item[1]["results"]))
     return (
         "\n".join(
-            [INTRODUCTION, *lines, *(line for path, content in files.items() for line in _section(path, content))]
+            [INTRODUCTION, *lines, *(line for path, content in whole_first for line in _section(path, content))]
         )
         + "\n"
     )
