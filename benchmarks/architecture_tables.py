@@ -55,9 +55,7 @@ def document(files: Mapping[Path, dict[str, Any]], shares: Mapping[Path, dict[st
     lines = [line for path, content in shares.items() for line in share_tables.section(path, content)]
     whole_first = sorted(files.items(), key=lambda item: -len(item[1]["results"]))
     return (
-        "\n".join(
-            [INTRODUCTION, *lines, *(line for path, content in whole_first for line in _section(path, content))]
-        )
+        "\n".join([INTRODUCTION, *lines, *(line for path, content in whole_first for line in _section(path, content))])
         + "\n"
     )
 
