@@ -12,8 +12,8 @@ import tpkernels as tpk
 from tests.models.compare import LIMIT, compare_tensors, differs
 from tests.nn.reference import LIMIT_S, tp_mesh
 from tests.planning.asking import Asking
+from tpkernels.planning.runs.events import Opaque
 from tpkernels.planning.runs.example_inputs import Observation
-from tpkernels.planning.runs.session import Opaque
 from tpkernels.sharding import Column, Replicate, Row
 from tpkernels.testing.spawn import Pools
 

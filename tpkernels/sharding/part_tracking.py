@@ -29,8 +29,8 @@ from torch.utils._pytree import tree_leaves
 from tpkernels.nn.fused_norm import PendingSum
 from tpkernels.planning.replays.op_call import is_pointwise
 from tpkernels.planning.replays.rules import RULES, Call, pointwise
+from tpkernels.planning.runs.events import Shape, as_shapes, canonical
 from tpkernels.planning.runs.op_arguments import numbers_in
-from tpkernels.planning.runs.session import Shape, as_shapes, canonical
 from tpkernels.planning.splits import Split, Unproven
 from tpkernels.sharding.local_rules import OWN
 

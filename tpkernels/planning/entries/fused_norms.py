@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from tpkernels.planning.modules.part_norms import KnownNorm, find_rms, numbers_in
+from tpkernels.planning.runs.events import Event, Opaque, Shape
 from tpkernels.planning.runs.example_inputs import Observation
-from tpkernels.planning.runs.session import Event, Opaque, Scope, Shape
+from tpkernels.planning.runs.session import Scope
 from tpkernels.planning.runs.tensors import tensors_in
 from tpkernels.planning.runs.trace import Recording
 from tpkernels.planning.styles import Replicate, Row, Style

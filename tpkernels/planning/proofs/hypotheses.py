@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 from tpkernels.planning.modules.numbers import config_numbers
+from tpkernels.planning.runs.events import Shape
 from tpkernels.planning.runs.layer_groups import Group
-from tpkernels.planning.runs.session import Scope, Shape
+from tpkernels.planning.runs.session import Scope
 from tpkernels.planning.runs.shadow import Shadow
 from tpkernels.planning.runs.trace import Recording
 from tpkernels.planning.splits import Split, divisor, share

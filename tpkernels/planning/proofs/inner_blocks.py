@@ -90,7 +90,7 @@ def _proven(module: nn.Module, layers: dict[str, Layer], world_size: int) -> Inn
     parameter = next(module.parameters())
     rows: Tensor = torch.zeros(ROWS, first.in_features, dtype=parameter.dtype, device="meta")
     alone = Observation(module, rows)
-    if alone.recording is None or alone.shadow is None or alone.shadow.opaque or alone.note:
+    if alone.recording is None or alone.shadow is None or any(alone.shadow.asking) or alone.note:
         return {}, ()
     decision = decide(alone, world_size, {}, {}, feeders=False)
     if decision.random or decision.partial or decision.norms:

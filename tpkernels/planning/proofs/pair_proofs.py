@@ -20,8 +20,9 @@ from tpkernels.planning.proofs.search import Search
 from tpkernels.planning.replays.gate_rules import halves_of
 from tpkernels.planning.replays.replay import Replay
 from tpkernels.planning.replays.roles import Role, unlike_ranks
+from tpkernels.planning.runs.events import Shape
 from tpkernels.planning.runs.layer_groups import Group
-from tpkernels.planning.runs.session import Scope, Shape
+from tpkernels.planning.runs.session import Scope
 from tpkernels.planning.runs.shadow import Shadow
 from tpkernels.planning.runs.trace import Recording
 from tpkernels.planning.splits import Unproven, share

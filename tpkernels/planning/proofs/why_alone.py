@@ -39,7 +39,7 @@ class Neighbours:
         if _size(one) > SMALL_GROUP:
             return f"{_size(one)} layers give and take the same features"
         if one.seen_outside:
-            opaque = self._observation.shadow is not None and self._observation.shadow.opaque
+            opaque = self._observation.shadow is not None and any(self._observation.shadow.asking)
             beside = "a result of the model" + (", or a module that needs values" if opaque else "")
             return f"{min(one.seen_outside)} also gives to {beside}"
         if one.open:

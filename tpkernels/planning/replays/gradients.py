@@ -13,7 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from tpkernels.planning.replays.roles import Role
-from tpkernels.planning.runs.session import Session, canonical
+from tpkernels.planning.runs.events import canonical
+from tpkernels.planning.runs.session import Session
 from tpkernels.planning.runs.shadow import Shadow
 from tpkernels.planning.splits import Split, Unproven
 

@@ -15,9 +15,10 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from tpkernels.planning.runs.events import Shape, as_shapes, canonical, constant_of
 from tpkernels.planning.runs.module_state import State
 from tpkernels.planning.runs.op_arguments import same_scalars, without_sizes
-from tpkernels.planning.runs.session import Session, Shape, as_shapes, canonical, constant_of
+from tpkernels.planning.runs.session import Session
 from tpkernels.planning.runs.shadow import Shadow
 from tpkernels.planning.runs.tensors import tensors_in
 from tpkernels.planning.splits import Split, Unproven

@@ -28,17 +28,9 @@ from tpkernels.planning.replays.op_call import is_pointwise
 from tpkernels.planning.replays.roles import Role, unlike_ranks
 from tpkernels.planning.replays.rules import RULES, Call, pointwise
 from tpkernels.planning.replays.width_steps import WidthSteps
+from tpkernels.planning.runs.events import TRANSPARENT, Event, Shape, as_shapes, canonical, constant_of, is_random
 from tpkernels.planning.runs.op_arguments import numbers_in, same_scalars, shapes_in, without_sizes
-from tpkernels.planning.runs.session import (
-    TRANSPARENT,
-    Event,
-    Scope,
-    Shape,
-    as_shapes,
-    canonical,
-    constant_of,
-    is_random,
-)
+from tpkernels.planning.runs.session import Scope
 from tpkernels.planning.runs.shadow import Shadow
 from tpkernels.planning.runs.tensors import storage_of, tensors_in
 from tpkernels.planning.runs.trace import Example, Recording
@@ -69,6 +61,7 @@ class Replay(WidthSteps):
         super().__init__(shadow, recording, {key: values[rank] for key, values in attributes.items()}, roles)
         self.world_size, self.rank = world_size, rank
         self.guess = shadow.guess = recording.guess
+        self.paths = recording.paths
         self.origins = dict(recording.origins)
         self.values.take(recording.values)
         self.heads: dict[int, int] = {}

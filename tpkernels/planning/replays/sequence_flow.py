@@ -17,8 +17,10 @@ from torch.utils._pytree import tree_leaves
 
 from tpkernels.planning.replays.local_modules import LocalCall, Step, check_on_a_part
 from tpkernels.planning.replays.rules import RULES, Call, pointwise
+from tpkernels.planning.runs.conditions import Rest
+from tpkernels.planning.runs.events import Shape, as_shapes, canonical, constant_of, is_random
 from tpkernels.planning.runs.example_inputs import Observation
-from tpkernels.planning.runs.session import Session, Shape, as_shapes, canonical, constant_of, is_random
+from tpkernels.planning.runs.session import Session
 from tpkernels.planning.runs.shadow import Shadow
 from tpkernels.planning.runs.tensors import storage_of, tensors_in
 from tpkernels.planning.runs.trace import Recording
@@ -73,7 +75,7 @@ def follow(observation: Observation, roles: Mapping[str, str], others: Mapping[s
             for mode, recording in observation.examples[0]:
                 observation.shadow.set_mode(mode)
                 flows.append(_Flow(observation.shadow, stacks, roles, others))
-                flows[-1].begins = recording.begins
+                flows[-1].begins, flows[-1].paths = recording.begins, recording.paths
                 flows[-1].run(observation.args, observation.kwargs)
                 if not flows[0].stream.same(flows[-1].stream):
                     raise Unproven(f"it takes another path in {mode} than in {observation.mode}")
@@ -316,6 +318,13 @@ class _Flow(Session):
     def read_quietly(self, func: Any, args: Any, tensors: list[Tensor]) -> None:
         if any(id(tensor) in self._splits for tensor in tensors):
             raise Unproven("a module that needs values of tensors reads a part of the sequence")
+
+    def before_rest(self, rest: Rest, tensors: list[Tensor]) -> None:
+        self.rest_gives(rest, tensors)
+
+    def rest_gives(self, rest: Rest, tensors: list[Tensor]) -> None:
+        if self._local is not None or any(id(tensor) in self._splits for tensor in tensors):
+            raise Unproven(f"{rest.module} branches on a condition, and a rank has a part of the sequence")
 
     def layer_called_quietly(self, name: str, x: Tensor) -> Tensor:
         self.read_quietly(None, None, [x])

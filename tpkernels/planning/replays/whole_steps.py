@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 from tpkernels.planning.replays.gradients import Gradients
 from tpkernels.planning.replays.roles import Role
-from tpkernels.planning.runs.session import Event, Mixture, Opaque, Shape, Source, as_given, is_random
+from tpkernels.planning.runs.conditions import Rest
+from tpkernels.planning.runs.events import Event, Mixture, Opaque, Shape, Source, as_given, is_random
 from tpkernels.planning.runs.shadow import Shadow
 from tpkernels.planning.runs.trace import Recording
 from tpkernels.planning.splits import Unproven
@@ -88,6 +89,26 @@ class WholeSteps(Gradients):
             raise Unproven(f"{name} gives other shapes with one rank's sizes")
         self._made(outputs)
 
+    def before_rest(self, rest: Rest, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            self._is_whole(
+                tensor, f"asked by {rest.module} for a condition, which ranks would answer in different ways"
+            )
+        event = self._next(Opaque(rest.module), None, rest.sources)
+        if rest.asked != event.whole:
+            raise Unproven(f"what {rest.module} asks for a condition depends on the number of features of one rank")
+
+    def rest_gives(self, rest: Rest, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            self._is_whole(tensor, f"given by {rest.module}, which branches on a condition")
+        self._taken([*tensors])
+
+    def after_rest(self, rest: Rest, given: Any, outputs: list[Tensor]) -> None:
+        event, recorded = self.recording.events[self._at - 1], self.recording.rest_at[self._at - 1]
+        if rest.steps != recorded.steps or event.kwargs != {"gives": given}:
+            raise Unproven(f"what {rest.module} runs after a condition depends on the number of features of one rank")
+        self._made(outputs)
+
     def before_mixture(self, name: str, given: list[Tensor]) -> None:
         for tensor in given:
             self._is_whole(tensor, f"given to {name}, which takes whole tokens")
@@ -107,9 +128,12 @@ class WholeSteps(Gradients):
 
     def read_quietly(self, func: Any, args: Any, tensors: list[Tensor]) -> None:
         for tensor in tensors:
-            self._is_whole(tensor, f"read by {self.quiet}, which needs values of tensors")
+            after = "after a condition" if self.rest is not None else "which needs values of tensors"
+            self._is_whole(tensor, f"read by {self.quiet}, {after}")
             if id(tensor) in self.shadow.names:
                 self._complete |= self.origin(tensor) or set()
+        if self.rest is not None:
+            self._taken([*tensors])
         if self._open and is_random(func, args):
             raise Unproven(f"{self.quiet} draws random numbers between layers of the group")
 

@@ -122,8 +122,8 @@ class Observation:
             self.problem = f"the model cannot be copied ({type(error).__name__}: {_first_line(error)})"
             return
         opaque = None
-        while opaque != self.shadow.opaque:  # what one example made opaque changes the runs of those before it
-            opaque = set(self.shadow.opaque)
+        while opaque != self.shadow.asking:  # what one example made opaque changes the runs of those before it
+            opaque = self.shadow.asking
             self.examples, self.calls = [], {}
             self.recording, self.note = None, ""
             self._record_all(self.shadow, model, given, guesses, sizes)
@@ -201,7 +201,7 @@ class Observation:
             except Exception as error:  # noqa: BLE001 - a guess that does not fit can make a model raise anything
                 failures[mode] = f"{type(error).__name__}: {_first_line(error)}"
                 continue
-            calls = [recording, *self._second(shadow, call, recording)]
+            calls = [recording, *recording.others, *self._second(shadow, call, recording)]
             for one in calls:
                 if not any(mode.training == other.training and one.same(known) for other, known in found):
                     found.append((mode, one))
@@ -230,7 +230,7 @@ class Observation:
         if not first.changes:
             return []
         try:
-            return [record(shadow, call, first)]
+            return [one for second in [record(shadow, call, first)] for one in (second, *second.others)]
         except CalledOtherwise:
             raise
         except Exception as error:  # noqa: BLE001 - as of the first call

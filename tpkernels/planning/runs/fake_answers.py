@@ -11,7 +11,8 @@ CPU and CUDA kernels take more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +22,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from tpkernels.planning.runs.known_values import is_condition
+
 if TYPE_CHECKING:
     from tpkernels.planning.runs.session import Session
 
-__all__ = ["GUESSES", "MOST_ANSWERS", "Answers", "Guess"]
+__all__ = ["GUESSES", "MOST_ANSWERS", "Answers", "Guess", "fake_as_real"]
 
 aten = torch.ops.aten
 MOST_ANSWERS = 50_000
@@ -67,7 +70,10 @@ class Answers(TorchDispatchMode):
         return self.session.values.run(func, args, kwargs, self._run)
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if self.session.quiet is not None:
+        if self.session.rest is not None:
+            if is_condition(func, args):
+                return self.session.rest.answer()
+        elif self.session.quiet is not None:
             answer = _ANSWERS.get(func)
             if answer is not None:
                 out = answer(self.guess, *args, **kwargs)
@@ -97,6 +103,31 @@ class Answers(TorchDispatchMode):
         self.session.asked_truth |= isinstance(answer, bool)
         if self.session.asked > MOST_ANSWERS:
             raise RuntimeError(f"{self.session.quiet} asks for more than {MOST_ANSWERS} values: a loop without end?")
+
+
+@contextmanager
+def fake_as_real() -> Iterator[None]:
+    """Within it, fake tensors do what torch would do only for real ones.
+
+    A scalar is formatted as its value (``experts[f"expert_{index}"]``).  ``module.to(dtype)`` in a forward leaves the
+    parameters that they are, where torch would swap them and refuses, because they are referred to.
+    """
+
+    def scalar(tensor: FakeTensor, spec: str) -> str:
+        return format(tensor.item(), spec) if tensor.dim() == 0 else object.__format__(tensor, spec)
+
+    def swap(first: Tensor, second: Tensor) -> None:
+        if not (isinstance(first, FakeTensor) and isinstance(second, FakeTensor) and first.shape == second.shape):
+            original(first, second)
+
+    original: Any = torch.utils.swap_tensors
+    FakeTensor.__format__ = scalar  # type: ignore[method-assign, assignment]
+    torch.utils.swap_tensors = swap
+    try:
+        yield
+    finally:
+        del FakeTensor.__format__
+        torch.utils.swap_tensors = original
 
 
 def _grouped_mm(

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tpkernels.planning.runs.tensors import storage_of, written_by
 
-__all__ = ["Changes", "KnownValues", "constants_of", "values_of"]
+__all__ = ["Changes", "KnownValues", "constants_of", "is_condition", "values_of"]
 
 aten = torch.ops.aten
 _INTEGERS = (torch.int16, torch.int32, torch.int64)
@@ -103,7 +103,7 @@ class KnownValues:
             return run(func, args, kwargs)
         known = self._are_known(func, args, kwargs)
         given = known and self._are_given(func, args, kwargs)
-        if known and any(tag in func.tags for tag in _ASKS) and not (given and _is_condition(func, args)):
+        if self.answers(func, args, kwargs):
             device = next(tensor.device for tensor in _tensors(args, kwargs))
             answer = self._real(func, args, kwargs)
             return tree_map_only(Tensor, lambda value: self._fake(value, device, given=given), answer)
@@ -120,6 +120,12 @@ class KnownValues:
                 self._values[id(fake)] = value
                 self._note(fake, given)
         return out
+
+    def answers(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether it asks for values that are known; of a condition, for those that code made of its own numbers."""
+        if not any(tag in func.tags for tag in _ASKS) or not self._are_known(func, args, kwargs):
+            return False
+        return not (is_condition(func, args) and self._are_given(func, args, kwargs))
 
     def _are_known(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether all of its tensors have values; a real one, which only the model's own code has, is never written."""
@@ -199,7 +205,8 @@ class KnownValues:
         return found
 
 
-def _is_condition(func: Any, args: Any) -> bool:
+def is_condition(func: Any, args: Any) -> bool:
+    """Whether the op asks for one truth value of tensors."""
     asked = func is aten._local_scalar_dense.default and args[0].dtype is torch.bool
     return asked or func in (aten.equal.default, aten.allclose.default, aten.is_nonzero.default)
 

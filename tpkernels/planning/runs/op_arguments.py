@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from tpkernels.planning.runs.session import Shape
+from tpkernels.planning.runs.events import Shape
 
 __all__ = ["numbers_in", "same_scalars", "shapes_in", "without_sizes"]
 

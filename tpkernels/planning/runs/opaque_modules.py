@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from tpkernels.planning.modules.experts import CalledOtherwise
+from tpkernels.planning.runs.conditions import MOST_PATHS, Path, paths_after
+from tpkernels.planning.runs.events import NotOpaque, Opaque
 from tpkernels.planning.runs.fake_answers import GUESSES, Guess
 from tpkernels.planning.runs.known_values import Changes
-from tpkernels.planning.runs.session import NotOpaque, Opaque
 from tpkernels.planning.runs.shadow import Shadow
 from tpkernels.planning.runs.tensors import storage_of
 from tpkernels.planning.runs.trace import Example, Recording
@@ -42,6 +43,8 @@ class _Close(Exception):
 
     name: str
     cause: Exception
+    branches: bool = False
+    """It only asks for a condition, so that what it does before can be followed."""
 
 
 class _GuessFailed(Exception):
@@ -59,12 +62,17 @@ def record(shadow: Shadow, call: Example, after: Recording | None = None) -> Rec
     """
     for _ in range(MOST_OPAQUE):
         try:
-            return _agreed(shadow, call, after)
+            recording = _agreed(shadow, call, after)
+            recording.others = _on_other_paths(shadow, call, recording)
+            return recording
         except _Close as close:
             if close.name in ("", call.method) or close.name in shadow.opaque:
                 raise NeedsValues from close.cause
             for name in _alike(shadow, close.name):
-                shadow.make_opaque(name)
+                if close.branches:
+                    shadow.make_branching(name)
+                else:
+                    shadow.make_opaque(name)
         except Changes as error:
             shadow.constants = [one for one in shadow.constants if storage_of(one[0]) not in error.storages]
     raise RuntimeError(f"more than {MOST_OPAQUE} modules need the values of tensors")
@@ -113,28 +121,67 @@ def _agreed(shadow: Shadow, call: Example, after: Recording | None) -> Recording
     return first
 
 
-def _run(shadow: Shadow, guess: Guess, call: Example, after: Recording | None) -> Recording:
-    """The recording under ``guess``.
+def _on_other_paths(shadow: Shadow, call: Example, first: Recording) -> list[Recording]:
+    """Recordings of what else modules do that branch on a condition, which must agree with the first one elsewhere."""
+    found: list[Recording] = []
+    todo = paths_after((), first.rests)
+    while todo:
+        path = todo.pop(0)
+        if len(found) + 1 == MOST_PATHS:
+            asks = max(first.rests, key=lambda rest: rest.answered).module
+            raise _Close(asks, ValueError(f"{asks} has more than {MOST_PATHS} paths"))
+        found.append(_run(shadow, first.guess, call, first.after, (path,)))
+        todo += paths_after(path, found[-1].rests)
+    turns = ((), *(path for run in found for path in run.paths))
+    mixed = [_run(shadow, first.guess, call, first.after, turns)] if found and len(first.rests) > 1 else []
+    for other in (*found, *mixed):
+        _compare_paths(first, other)
+    return found
+
+
+def _compare_paths(first: Recording, other: Recording) -> None:
+    mine, others = ([event.anywhere() for event in recording.events] for recording in (first, other))
+    differs = next((at for at, pair in enumerate(zip(mine, others, strict=False)) if pair[0] != pair[1]), None)
+    if differs is None and len(mine) == len(others) and first.result_places == other.result_places:
+        return
+    last = max((at for at in first.rest_at if differs is None or at <= differs), default=None)
+    if last is None:
+        raise RuntimeError("two runs of the model differ before any condition was asked for")
+    name = first.rest_at[last].module
+    raise _Close(name, ValueError(f"what follows {name} depends on a condition of tensors"))
+
+
+def _run(
+    shadow: Shadow, guess: Guess, call: Example, after: Recording | None, paths: tuple[Path, ...] = ((),)
+) -> Recording:
+    """The recording under ``guess``, on ``paths``.
 
     Raises:
         _Close, _GuessFailed, and whatever the model raises without a guess.
     """
     shadow.guess = guess
-    recording = Recording(shadow, after=after)
+    recording = Recording(shadow, after=after, paths=paths)
     try:
         recording.run(call)
         if recording.met_real_cache:  # later runs compute what this one found there
-            recording = Recording(shadow, after=after)
+            recording = Recording(shadow, after=after, paths=paths)
             recording.run(call)
     except NotOpaque as error:
-        raise _Close(recording.callers[error.name], error) from error
+        beyond = error.name if error.name in shadow.branching else recording.callers[error.name]
+        raise _Close(beyond, error) from error
     except (CalledOtherwise, Changes):
         raise
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        if recording.rest is not None:
+            raise _Close(recording.rest.module, error) from error
+        if recording.failed_in is None and recording.branches_in is not None:
+            raise _Close(recording.branches_in, error, branches=True) from error
         if recording.failed_in is None:
             raise _Close(recording.innermost, error) from error
         raise _GuessFailed from error
     except Exception as error:
+        if recording.rest is not None:
+            raise _Close(recording.rest.module, error) from error
         if recording.failed_in is not None:
             raise _GuessFailed from error
         if recording.asked:
@@ -150,7 +197,8 @@ def _compare(first: Recording, runs: list[Recording]) -> None:
         if same is None and len(first.events) == len(other.events):
             continue
         before = first.events[: len(first.events) if same is None else same + 1]
-        opaque = [event.packet.name for event in before if isinstance(event.packet, Opaque)]
+        packets = [event.packet for event in before if isinstance(event.packet, Opaque)]
+        opaque = [packet.name for packet in packets if packet.name in first.callers]
         if not opaque:
             raise RuntimeError("two runs of the model differ before any value was asked for")
         error = ValueError(f"the results of {opaque[-1]} depend on the values of tensors")

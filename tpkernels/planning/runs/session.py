@@ -7,49 +7,41 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tpkernels.nn.cut_experts import arguments_of, called_with, caller_of
 from tpkernels.planning.modules.experts import CalledOtherwise
 from tpkernels.planning.modules.numbers import width_in
+from tpkernels.planning.runs.conditions import Path, Rest
+from tpkernels.planning.runs.events import (
+    TRANSPARENT,
+    Event,
+    NotOpaque,
+    Shape,
+    Source,
+    as_given,
+    as_shapes,
+    canonical,
+    constant_of,
+)
 from tpkernels.planning.runs.gradient_code import Requiring
 from tpkernels.planning.runs.higher_order_ops import as_op
-from tpkernels.planning.runs.known_values import KnownValues
+from tpkernels.planning.runs.known_values import KnownValues, is_condition
 from tpkernels.planning.runs.module_state import Held, State
 from tpkernels.planning.runs.shadow import Shadow
 from tpkernels.planning.runs.tensors import can_require_grad, storage_of, tensors_in, written_by
 from tpkernels.planning.runs.weight_reads import scaled_layer
 
-__all__ = [
-    "Event",
-    "Mixture",
-    "Node",
-    "NotOpaque",
-    "Opaque",
-    "Scope",
-    "Session",
-    "Shape",
-    "Source",
-    "TRANSPARENT",
-    "as_given",
-    "as_shapes",
-    "canonical",
-    "constant_of",
-    "is_random",
-]
+__all__ = ["Node", "Scope", "Session"]
 
 aten = torch.ops.aten
-TRANSPARENT = {aten.clone, aten.detach, aten.alias, aten.contiguous}
-"""Copies: whether one is needed may depend on sizes, so they are no part of what must agree between two runs."""
-_VIEWS = {aten._unsafe_view, aten.reshape, aten._reshape_alias}
 
 Origin = frozenset[str] | None
 """Where a tensor comes from: parameters alone (their names), or activations (None).
@@ -57,57 +49,9 @@ Origin = frozenset[str] | None
 Complex numbers have one as well, which may become real again.  Whole numbers and conditions have none: no gradient
 passes them, and what is made of them is a constant to the gradients.
 """
-Source = tuple[int, int, int] | int
-"""Which tensor it is, in every run alike: the recording, event and output that made it, or the id of one given."""
 _BLANK = {aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like, aten.new_zeros, aten.new_ones,
           aten.new_full, aten.new_empty}  # fmt: skip
 """Ops that take the shape of a tensor and none of its numbers."""
-
-
-@dataclass(frozen=True)
-class Opaque:
-    """The packet of an opaque module's call."""
-
-    name: str
-
-
-@dataclass(frozen=True)
-class Mixture:
-    """The packet of a call of experts, which take and give whole tensors."""
-
-    name: str
-
-
-class NotOpaque(Exception):
-    """The opaque module ``name`` does more than take and give tensors."""
-
-    def __init__(self, name: str, why: str) -> None:
-        super().__init__(f"{name} needs the values of tensors, and {why}")
-        self.name = name
-
-
-class Shape(tuple[int, ...]):
-    """The shape of a tensor among arguments."""
-
-
-@dataclass
-class Event:
-    """One step of a run: an op with its arguments, or (``layer``) the call of a layer."""
-
-    packet: Any
-    whole: list[Any]
-    kwargs: dict[str, Any]
-    outputs: list[Shape]
-    layer: str | None = None
-    sources: tuple[Source, ...] = ()
-    """Of the tensors among the arguments."""
-    constant: bytes | None = None
-    """The numbers of a tensor that Python made (``torch.tensor(...)``)."""
-
-    def anywhere(self) -> Event:
-        """The event without the identity of its recording, for comparison with another one."""
-        sources = tuple((0, *source[1:]) if isinstance(source, tuple) else source for source in self.sources)
-        return replace(self, sources=sources)
 
 
 @dataclass
@@ -141,33 +85,6 @@ class Scope:
     """How many attributes of modules the run had changed before."""
 
 
-def canonical(func: Any) -> Any:
-    packet = func.overloadpacket
-    return aten.view if packet in _VIEWS else packet
-
-
-def as_shapes(value: Any) -> Any:
-    """Arguments with tensors as :class:`Shape` and sequences as lists."""
-    if isinstance(value, Tensor):
-        return Shape(value.shape)
-    if isinstance(value, list | tuple):
-        return [as_shapes(item) for item in value]
-    return value
-
-
-def as_given(value: Any) -> Any:
-    """What an opaque module is called with, so that two calls can be compared: shapes and dtypes, numbers, kinds."""
-    if isinstance(value, Tensor):
-        return (*value.shape, value.dtype)
-    if isinstance(value, list | tuple):
-        return (type(value).__qualname__, *map(as_given, value))
-    if isinstance(value, Mapping):
-        return tuple((key, as_given(item)) for key, item in value.items())
-    if isinstance(value, bool | int | float | str | None | torch.dtype | torch.device):
-        return value
-    return type(value).__qualname__
-
-
 class Session(TorchDispatchMode):
     """The base of recordings and replays: layers and opaque modules are single steps, and tensors have an origin."""
 
@@ -195,6 +112,16 @@ class Session(TorchDispatchMode):
         """Modules inside of it that are being called, and whether with one tensor and nothing else."""
         self.asked, self.asked_truth = 0, False
         """How many values opaque modules asked for, and whether a condition was among them."""
+        self.inside: list[str] = []
+        """Modules that are being called, the innermost last."""
+        self.paths: tuple[Path, ...] = ((),)
+        """That calls of branching modules take, in turns,"""
+        self.rests: list[Rest] = []
+        """what these calls ran from a condition on,"""
+        self.rest: Rest | None = None
+        """and the one that is running."""
+        self.branches_in: str | None = None
+        """The module that is asking for a condition, and is not known to."""
         self.failed_in: str | None = None
         self.met_real_cache = False
         self._born: dict[int, str] = {}
@@ -213,6 +140,8 @@ class Session(TorchDispatchMode):
             return func(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         self.kept.extend(tensors)
+        if self.quiet is None and is_condition(func, args) and not self.values.answers(func, args, kwargs):
+            self._condition_asked(tensors)
         if self.quiet is not None:
             out = self._quiet_op(func, args, kwargs, tensors)
         else:
@@ -223,6 +152,7 @@ class Session(TorchDispatchMode):
                 if self._born and (maker := self._born.get(storage_of(tensor))) is not None:
                     raise NotOpaque(maker, "passes tensors on by other means than its results")
             out = self.op(func, args, kwargs, tensors)
+            self.branches_in = None
         self.kept.append(out)
         self.requiring.passed(func, tensors, [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)])
         return out
@@ -231,6 +161,8 @@ class Session(TorchDispatchMode):
 
     def opaque_called(self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a module that needs values under the guess, and give fresh tensors for what it returns."""
+        if self.rest is not None:
+            raise NotOpaque(self.rest.module, f"{name} asks for more than conditions")
         if self.quiet is not None:
             return forward(*args, **kwargs)
         self.before_opaque(name, args, kwargs)
@@ -267,13 +199,16 @@ class Session(TorchDispatchMode):
         self.read_quietly(func, args, tensors)
         if func._schema.is_mutable:
             for tensor in written_by(func, args, kwargs):
-                if storage_of(tensor) not in self._born and not self._is_own(tensor):
+                own = self.rest is None and self._is_own(tensor)
+                if storage_of(tensor) not in self._born and not own:
                     raise NotOpaque(self.quiet, f"writes to what it is given ({func})")
         out = func(*args, **kwargs)
         given = {storage_of(tensor) for tensor in tensors} - set(self._born)
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor) and storage_of(leaf) not in given:
                 self._born[storage_of(leaf)] = self.quiet
+        if self.rest is not None:
+            self._note_rest(self.rest, func, args, kwargs, out)
         return out
 
     def _is_own(self, tensor: Tensor) -> bool:
@@ -281,8 +216,65 @@ class Session(TorchDispatchMode):
         assert self.quiet is not None
         return any(storage_of(buffer) == storage_of(tensor) for buffer in self.shadow.modules[self.quiet].buffers())
 
+    # ------------------------------------------------------------------ conditions
+
+    def _condition_asked(self, tensors: list[Tensor]) -> None:
+        """From here on, what the innermost module runs is one step, if it is known to branch."""
+        name = self.inside[-1] if self.inside else ""
+        if name not in self.shadow.branching:
+            self.branches_in = name
+            return
+        self.quiet, self.quiet_calls = name, []
+        path = self.paths[len(self.rests) % len(self.paths)]
+        shapes, sources = [Shape(tensor.shape) for tensor in tensors], tuple(map(self.source, tensors))
+        self.rest = Rest(name, path, shapes, sources)
+        self.rests.append(self.rest)
+        self.before_rest(self.rest, tensors)
+
+    def branching_called(self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a module that may ask for a condition; if it does, give fresh tensors for what it returns."""
+        if self.quiet is not None:
+            return forward(*args, **kwargs)
+        out = forward(*args, **kwargs)
+        if self.rest is None:
+            return out
+        rest, given = self.rest, as_given(out)
+        self.rest_gives(rest, tensors_in(out))
+        self.quiet = self.rest = None
+        out = tree_map_only(Tensor, self._fresh, out)
+        outputs = tensors_in(out)
+        if any(storage_of(tensor) in self._born for tensor in outputs):
+            raise NotOpaque(name, "returns tensors inside of an object that cannot be rebuilt")
+        self.after_rest(rest, given, outputs)
+        return out
+
+    def before_rest(self, rest: Rest, tensors: list[Tensor]) -> None:
+        """A module asks for a condition of ``tensors``."""
+
+    def rest_gives(self, rest: Rest, tensors: list[Tensor]) -> None:
+        """It returns what are not yet fresh tensors,"""
+
+    def after_rest(self, rest: Rest, given: Any, outputs: list[Tensor]) -> None:
+        """and these in their place."""
+
+    def _note_rest(self, rest: Rest, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        tensors, outputs = ([x for x in tree_leaves(of) if isinstance(x, Tensor)] for of in ((args, kwargs), out))
+        packet = canonical(func)
+        if packet in TRANSPARENT:
+            self.made[id(out)] = self.source(tensors[0])
+            return
+        whole, named = as_shapes(args), {key: as_shapes(value) for key, value in kwargs.items()}
+        shapes, sources = [Shape(output.shape) for output in outputs], self.sources_of(packet, tensors)
+        constant = constant_of(func, tensors)
+        rest.steps.append(Event(packet, whole, named, shapes, sources=sources, constant=constant))
+        self.made |= {id(output): (0, -len(rest.steps), place) for place, output in enumerate(outputs)}
+
+    # ------------------------------------------------------------------ modules within such a step
+
     def experts_called(self, name: str, args: Any, kwargs: Any) -> Tensor:
         """One step for the experts of a mixture: a tensor like the tokens, or a row for each row."""
+        if self.rest is not None:
+            raise NotOpaque(self.rest.module, f"calls {name} after a condition")
         known, module = self.shadow.experts[name], self.shadow.modules[name]
         called = self.shadow.modules[caller_of(name, known.layout)]
         takes = list(inspect.signature(type(called).forward).parameters)[1:]
@@ -319,6 +311,8 @@ class Session(TorchDispatchMode):
     def layer_called_quietly(self, name: str, x: Tensor) -> Tensor:
         """A layer inside of an opaque module."""
         assert self.quiet is not None
+        if self.rest is not None:
+            raise NotOpaque(self.rest.module, f"calls {name} after a condition")
         layer = self.shadow.layers[name]
         if layer.kind != "embedding" and x.shape[-1] != layer.in_features:
             raise ValueError(f"{name} takes {layer.in_features} features, got {tuple(x.shape)}")
@@ -337,6 +331,8 @@ class Session(TorchDispatchMode):
 
     def changed(self, attribute: tuple[str, str], held: Held | None) -> None:
         """The model's code has changed an attribute of a module."""
+        if self.rest is not None:
+            raise NotOpaque(self.rest.module, f"changes {'.'.join(attribute)} after a condition")
         self.changes.append((attribute, held))
 
     def state_after(self, changes: int | None = None) -> State:
@@ -427,18 +423,3 @@ class Session(TorchDispatchMode):
         weight = self.shadow.modules[name].weight
         assert isinstance(weight, Tensor)
         return weight.dtype if self.shadow.layers[name].kind == "embedding" else x.dtype
-
-
-def constant_of(func: Any, tensors: list[Tensor]) -> bytes | None:
-    """The numbers of a real tensor that becomes part of the run; None for every other op."""
-    if func.overloadpacket is not aten.lift_fresh or isinstance(tensors[0], FakeTensor):
-        return None
-    with torch.utils._python_dispatch._disable_current_modes():
-        return tensors[0].detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-
-
-def is_random(func: Any, args: Any) -> bool:
-    """Whether the op draws random numbers; torch counts attention kernels even where they drop nothing."""
-    attention = "scaled_dot_product" in func._schema.name
-    drops = not attention or (len(args) > 3 and isinstance(args[3], float) and args[3] > 0)
-    return torch.Tag.nondeterministic_seeded in func.tags and drops

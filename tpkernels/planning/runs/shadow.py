@@ -33,7 +33,7 @@ from tpkernels.planning.modules.numbers import root_of, set_number
 from tpkernels.planning.modules.own_code import rebased
 from tpkernels.planning.modules.part_norms import KnownNorm, may_be_norm
 from tpkernels.planning.modules.shape_reads import ShapesAsked
-from tpkernels.planning.runs.fake_answers import GUESSES, Answers
+from tpkernels.planning.runs.fake_answers import GUESSES, Answers, fake_as_real
 from tpkernels.planning.runs.gradient_code import code_of_gradients
 from tpkernels.planning.runs.known_values import constants_of, values_of
 from tpkernels.planning.runs.module_state import Noting, put
@@ -81,6 +81,8 @@ class Shadow:
     """Those over all channels."""
     by_channel: Collection[str] = frozenset()
     """What works on each channel by itself."""
+    branching: Collection[str] = frozenset()
+    """Modules that branch on a condition of tensors."""
 
     def __init__(self, model: nn.Module, caches: Caches, experts: Mapping[str, KnownExperts] = experts) -> None:
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -164,6 +166,11 @@ class Shadow:
         """Layers by the ids of their weights, where a product with the weight is a call of the layer."""
 
     @property
+    def asking(self) -> tuple[frozenset[str], frozenset[str]]:
+        """Modules that need the values of tensors: those that are opaque, and those that branch on conditions."""
+        return frozenset(self.opaque), frozenset(self.branching)
+
+    @property
     def sizes(self) -> Mapping[str, Layer]:
         """Of whatever may be cut in a group."""
         return {**self.layers, **self.convolutions}
@@ -209,6 +216,14 @@ class Shadow:
         module = self.modules[name]
         module.forward = self._quietly(name, module.forward)
 
+        self.branching = {*self.branching} - {name}
+
+    def make_branching(self, name: str) -> None:
+        """Make what the module runs from its first condition on one step from now on."""
+        self.branching = {*self.branching, name}
+        module = self.modules[name]
+        module.forward = self._branching(name, module.forward)
+
     @contextmanager
     def running(self, session: Session) -> Iterator[None]:
         """Fake mode, the session on top of it, and its attributes in place of the model's.
@@ -237,7 +252,7 @@ class Shadow:
                 torch.compiler.set_stance("force_eager"),  # a compiled function shows no ops
                 torch.set_grad_enabled(self.gradients),
                 self.fake,
-                _fake_as_real(),
+                fake_as_real(),
                 Answers(session, self.guess),
                 ShapesAsked(self.owners, self.asked),
                 WeightReads(session),
@@ -338,6 +353,8 @@ class Shadow:
             alone = len(args) == 1 and isinstance(args[0], Tensor)
             if self.session is None or self.session.quiet is not None or kwargs or not (alone or gated):
                 return forward(*args, **kwargs)
+            if name in self.branching:  # what stands for a norm does not ask
+                return forward(*args, **kwargs)
             return self.session.norm_called(name, forward, *args)
 
         return norm
@@ -348,7 +365,7 @@ class Shadow:
             alone = len(args) == 1 and isinstance(args[0], Tensor) and not kwargs and is_batched(module, args[0])
             if self.session is None:
                 return forward(*args, **kwargs)
-            if alone and self.session.quiet is None:
+            if alone and self.session.quiet is None and name not in self.branching:
                 return self.session.channels_called(name, forward, args[0])
             self.session.channels_called_otherwise(name)
             return forward(*args, **kwargs)
@@ -363,12 +380,21 @@ class Shadow:
 
         return quiet
 
+    def _branching(self, name: str, forward: Callable[..., Any]) -> Any:
+        @functools.wraps(forward)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            assert self.session is not None
+            return self.session.branching_called(name, forward, args, kwargs)
+
+        return called
+
     def _entering(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
             if self.session is None:
                 return None
             if self.session.quiet is not None:
                 return self.session.entered_quietly(name, args, kwargs)
+            self.session.inside.append(name)
             self.session.entered(name, args, kwargs)
             return self.session.given(name, args, kwargs)
 
@@ -379,6 +405,8 @@ class Shadow:
             if self.session is not None and self.session.quiet is not None:
                 self.session.left_quietly(name)
             elif self.session is not None:
+                while self.session.inside and self.session.inside.pop() != name:
+                    pass
                 self.session.left(name, output)
 
         return hook
@@ -400,31 +428,6 @@ class _ReportingEmbedding(nn.Embedding):
 
 _REPORTING: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: _ReportingLinear, nn.Embedding: _ReportingEmbedding}
 """torch's layers under code of a subclass."""
-
-
-@contextmanager
-def _fake_as_real() -> Iterator[None]:
-    """Within it, fake tensors do what torch would do only for real ones.
-
-    A scalar is formatted as its value (``experts[f"expert_{index}"]``).  ``module.to(dtype)`` in a forward leaves the
-    parameters that they are, where torch would swap them and refuses, because they are referred to.
-    """
-
-    def scalar(tensor: FakeTensor, spec: str) -> str:
-        return format(tensor.item(), spec) if tensor.dim() == 0 else object.__format__(tensor, spec)
-
-    def swap(first: Tensor, second: Tensor) -> None:
-        if not (isinstance(first, FakeTensor) and isinstance(second, FakeTensor) and first.shape == second.shape):
-            original(first, second)
-
-    original: Any = torch.utils.swap_tensors
-    FakeTensor.__format__ = scalar  # type: ignore[method-assign, assignment]
-    torch.utils.swap_tensors = swap
-    try:
-        yield
-    finally:
-        del FakeTensor.__format__
-        torch.utils.swap_tensors = original
 
 
 def _like(tensor: Tensor) -> Tensor:

@@ -3,7 +3,8 @@
 It owns the :class:`Recording` of one run of a :class:`~tpkernels.planning.runs.shadow.Shadow`.
 
 It assumes that outside of opaque modules the model's Python code does not depend on the values of tensors, but for
-integers that the inputs give (:mod:`tpkernels.planning.runs.known_values`).  A run that needs another value fails, and
+integers that the inputs give (:mod:`tpkernels.planning.runs.known_values`) and conditions, of which it takes one path
+(:mod:`tpkernels.planning.runs.conditions`).  A run that needs another value fails, and
 says so (:mod:`tpkernels.planning.runs.opaque_modules`).
 """
 
@@ -20,14 +21,12 @@ from torch.utils._pytree import tree_leaves
 
 from tpkernels.planning.modules.channel_modules import ChannelCall
 from tpkernels.planning.modules.part_norms import NormCall, numbers_in
-from tpkernels.planning.runs.session import (
+from tpkernels.planning.runs.conditions import Path, Rest
+from tpkernels.planning.runs.events import (
     TRANSPARENT,
     Event,
     Mixture,
-    Node,
     Opaque,
-    Scope,
-    Session,
     Shape,
     Source,
     as_given,
@@ -36,6 +35,7 @@ from tpkernels.planning.runs.session import (
     constant_of,
     is_random,
 )
+from tpkernels.planning.runs.session import Node, Scope, Session
 from tpkernels.planning.runs.shadow import Shadow
 from tpkernels.planning.runs.tensors import can_require_grad, storage_of, tensors_in
 
@@ -68,6 +68,7 @@ class Recording(Session):
     Args:
         widths: output features of layers that are not what the model's are (key-value heads once per rank).
         after: the call before this one, whose changes of modules this one finds.
+        paths: that calls of modules take which branch on a condition, in turns.
     """
 
     def __init__(
@@ -76,8 +77,14 @@ class Recording(Session):
         attributes: Mapping[tuple[str, str], int] = {},
         widths: Mapping[str, int] = {},
         after: Recording | None = None,
+        paths: tuple[Path, ...] = ((),),
     ) -> None:
         super().__init__(shadow, attributes)
+        self.paths = paths
+        self.others: list[Recording] = []
+        """Of the same call, on all other paths."""
+        self.rest_at: dict[int, Rest] = {}
+        """By event: what a branching module ran."""
         self.widths, self.after = dict(widths), after
         if after is not None:
             self._begin_after(after)
@@ -257,12 +264,24 @@ class Recording(Session):
 
     def after_opaque(self, name: str, args: Any, kwargs: Any, outputs: list[Tensor]) -> None:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        self._to_opaque += [self._node_of[id(tensor)] for tensor in tensors if id(tensor) in self._node_of]
-        self.nodes.append(Node([], opaque=True))
-        self._node_of |= {id(output): len(self.nodes) - 1 for output in outputs}
+        self._link_opaque(tensors, outputs)
         shapes, dtypes = [Shape(output.shape) for output in outputs], [output.dtype for output in outputs]
         sources = tuple(map(self.source, tensors))
         self._add(Event(Opaque(name), [as_given((args, kwargs))], {"dtypes": dtypes}, shapes, sources=sources), outputs)
+
+    def _link_opaque(self, tensors: list[Tensor], outputs: list[Tensor]) -> None:
+        self._to_opaque += [self._node_of[id(tensor)] for tensor in tensors if id(tensor) in self._node_of]
+        if outputs:
+            self.nodes.append(Node([], opaque=True))
+            self._node_of |= {id(output): len(self.nodes) - 1 for output in outputs}
+
+    def rest_gives(self, rest: Rest, tensors: list[Tensor]) -> None:
+        self._link_opaque(tensors, [])
+
+    def after_rest(self, rest: Rest, given: Any, outputs: list[Tensor]) -> None:
+        self._link_opaque([], outputs)
+        shapes, self.rest_at[len(self.events)] = [Shape(output.shape) for output in outputs], rest
+        self._add(Event(Opaque(rest.module), rest.asked, {"gives": given}, shapes, sources=rest.sources), outputs)
 
     def after_mixture(self, name: str, given: list[Tensor], out: Tensor, slots: int) -> None:
         x = given[0]
@@ -288,12 +307,19 @@ class Recording(Session):
 
     def read_quietly(self, func: Any, args: Any, tensors: list[Tensor]) -> None:
         self._note_readers(tensors)
+        if self.rest is not None:
+            self._link_opaque(tensors, [])
 
     def layer_called_quietly(self, name: str, x: Tensor) -> Tensor:
         self.called_quietly.add(name)
         around = {module for module, takes_one in self.quiet_calls if takes_one}
         self.called_within[name] = self.called_within.get(name, around) & around
         return super().layer_called_quietly(name, x)
+
+    @property
+    def result_places(self) -> set[Source]:
+        """The tensors that the model returns, without the identity of the recording."""
+        return {(0, *source[1:]) if isinstance(source, tuple) else source for source in self.results}
 
     def layers_behind(self, source: Source) -> frozenset[str]:
         """The layers whose outputs a tensor of this run was made of; none if the model's inputs went in, too."""
@@ -317,7 +343,7 @@ class Recording(Session):
         """Whether the same ops ran on the same tensors."""
         mine, others = ([event.anywhere() for event in recording.events] for recording in (self, other))
         read = (self.captured, self.direct, self.by_weight), (other.captured, other.direct, other.by_weight)
-        return mine == others and read[0] == read[1]
+        return mine == others and read[0] == read[1] and self.paths == other.paths
 
     @property
     def innermost(self) -> str:
