@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.mutations.block_edits import BLOCKS
+from tests.mutations.condition_edits import CONDITIONS
 from tests.mutations.convolution_edits import CONVOLUTIONS
 from tests.mutations.edit import Edit
 from tests.mutations.fp8_edits import FP8
@@ -421,6 +422,7 @@ EDITS = (
         "tests/launching/test_local_ranks.py",
     ),
     *BLOCKS,
+    *CONDITIONS,
     *CONVOLUTIONS,
     *FP8,
     *PLANNER,

@@ -31,10 +31,16 @@ class Block(nn.Module):
         if self.how == "two" and (y.isinf().any() or y.isnan().any()):
             return y.clamp(-LARGEST, LARGEST)
         if self.how == "many":
-            for _ in range(9):
+            for _ in range(4):
                 if not y.isfinite().all():
                     y = y / 2
             return y
+        if self.how == "loop":
+            while (y > 0).all():
+                y = y - 1
+            return y
+        if self.how == "equal":
+            return y if torch.equal(y, y) else y.nan_to_num()
         if not y.isfinite().all():
             return self.otherwise(x, hidden, y)
         return y

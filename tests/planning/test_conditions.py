@@ -66,7 +66,9 @@ def test_a_path_that_reads_or_gives_a_part_is_refused_though_the_other_one_does_
 
 
 @pytest.mark.cpu
-@pytest.mark.parametrize("how", ["shape", "dtype", "writes", "counts", "changes", "layer", "number", "rows", "many"])
+@pytest.mark.parametrize(
+    "how", ["shape", "dtype", "writes", "counts", "changes", "layer", "number", "rows", "many", "loop"]
+)
 def test_a_module_whose_rest_does_more_than_to_make_whole_tensors_alike_is_opaque(how: str) -> None:
     model = nn.Sequential(Blocks(how), nn.Linear(8, 8))
     opaque, branching = asking(model)
@@ -104,10 +106,13 @@ def test_a_norm_that_asks_is_not_taken_for_one_that_does_not() -> None:
 
 
 @pytest.mark.cpu
-def test_along_a_sequence_that_is_cut_no_condition_is_asked() -> None:
-    plan = tpk.make_plan(Blocks(), 2, sequence_parallel=True, example_inputs=X)
+@pytest.mark.parametrize("how", ["clamp", "equal"])
+def test_along_a_sequence_that_is_cut_no_condition_is_asked(how: str) -> None:
+    plan = tpk.make_plan(Blocks(how), 2, sequence_parallel=True, example_inputs=X)
     assert pairs(plan) == PAIR
-    assert any("the residual of layers is not cut along the sequence" in note for note in plan.notes)
+    (note,) = plan.notes
+    assert "the residual of layers is not cut along the sequence" in note
+    assert how == "clamp" or "layers.0 branches on a condition, and a rank has a part of the sequence" in note
 
 
 def wrong_values(offset: float) -> list[str]:

@@ -274,7 +274,7 @@ class Session(TorchDispatchMode):
     def experts_called(self, name: str, args: Any, kwargs: Any) -> Tensor:
         """One step for the experts of a mixture: a tensor like the tokens, or a row for each row."""
         if self.rest is not None:
-            raise NotOpaque(self.rest.module, f"calls {name} after a condition")
+            raise NotOpaque(self.rest.module, f"calls the experts {name} after a condition")
         known, module = self.shadow.experts[name], self.shadow.modules[name]
         called = self.shadow.modules[caller_of(name, known.layout)]
         takes = list(inspect.signature(type(called).forward).parameters)[1:]
