@@ -91,9 +91,7 @@ class WholeSteps(Gradients):
 
     def before_rest(self, rest: Rest, tensors: list[Tensor]) -> None:
         for tensor in tensors:
-            self._is_whole(
-                tensor, f"asked by {rest.module} for a condition, which ranks would answer in different ways"
-            )
+            self._is_whole(tensor, f"asked by {rest.module} for a condition, and ranks would not answer alike")
         event = self._next(Opaque(rest.module), None, rest.sources)
         if rest.asked != event.whole:
             raise Unproven(f"what {rest.module} asks for a condition depends on the number of features of one rank")
