@@ -18,14 +18,16 @@ class Block(nn.Module):
         self.how, self.seen = how, seen
         self.width = 16
         self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-        self.late = nn.Linear(8, 8)
+        self.late, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
         self.register_buffer("count", torch.zeros(()))
         self.register_buffer("offset", torch.zeros(8), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.up(x).relu()
         hidden = hidden.view(*x.shape[:-1], self.width)
-        y: Tensor = x + self.down(hidden) + self.offset
+        y: Tensor = x + self.down(hidden)
+        if self.how == "offset":
+            y = y + self.offset
         if self.how == "training" and not self.training:
             return y
         if self.how == "two" and (y.isinf().any() or y.isnan().any()):
@@ -59,6 +61,10 @@ class Block(nn.Module):
             x.add_(1)
         if self.how == "counts":
             self.count.add_(1)
+        if self.how == "detaches":
+            return y.detach()
+        if self.how == "channels":
+            y = self.norm(y.transpose(1, 2)).transpose(1, 2)
         if self.how == "changes":
             self.how = "clamp"
         if self.how == "layer":

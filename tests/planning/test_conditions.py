@@ -62,12 +62,26 @@ def test_a_path_that_reads_or_gives_a_part_is_refused_though_the_other_one_does_
             layer.width, layer.up, layer.down = 8, nn.Linear(8, 8), nn.Linear(8, 8)
     plan = tpk.make_plan(model, 2, example_inputs=X)
     assert not {Column(), Row()} & set(pairs(plan))
-    assert "layers.0" in plan["layers.0.up"].reason and "condition" in plan["layers.0.up"].reason
+    why = {"part": "read by layers.0, after a condition", "gives": "given by layers.0, which branches on a condition"}
+    assert f"a part of one rank is {why[how]}" in plan["layers.0.up"].reason
 
 
 @pytest.mark.cpu
 @pytest.mark.parametrize(
-    "how", ["shape", "dtype", "writes", "counts", "changes", "layer", "number", "rows", "many", "loop"]
+    "how",
+    [
+        "shape",
+        "dtype",
+        "writes",
+        "counts",
+        "changes",
+        "detaches",
+        "layer",
+        "channels",
+        "number",
+        "rows",
+        "many",
+    ],
 )
 def test_a_module_whose_rest_does_more_than_to_make_whole_tensors_alike_is_opaque(how: str) -> None:
     model = nn.Sequential(Blocks(how), nn.Linear(8, 8))
@@ -75,6 +89,12 @@ def test_a_module_whose_rest_does_more_than_to_make_whole_tensors_alike_is_opaqu
     assert not branching and opaque & {"0", "0.layers.0"}
     plan = tpk.make_plan(model, 2, example_inputs=X)
     assert not any(plan[f"0.layers.0.{name}"].style in (Column(), Row()) for name in ("up", "down"))
+
+
+@pytest.mark.cpu
+def test_a_loop_that_waits_for_a_condition_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tpkernels.planning.runs.fake_answers.MOST_ANSWERS", 20)
+    assert asking(nn.Sequential(Blocks("loop"), nn.Linear(8, 8)))[1] == set()
 
 
 @pytest.mark.cpu
@@ -112,13 +132,14 @@ def test_along_a_sequence_that_is_cut_no_condition_is_asked(how: str) -> None:
     assert pairs(plan) == PAIR
     (note,) = plan.notes
     assert "the residual of layers is not cut along the sequence" in note
-    assert how == "clamp" or "layers.0 branches on a condition, and a rank has a part of the sequence" in note
+    why = {"clamp": "aten.all works on a residual", "equal": "layers.0 branches on a condition, and a rank has a part"}
+    assert why[how] in note
 
 
 def wrong_values(offset: float) -> list[str]:
     """Of two blocks of which one clamps, and the other one does not."""
     torch.manual_seed(1)
-    plain = Blocks().double()
+    plain = Blocks("offset").double()
     plain.layers[0].offset[0] = offset
     model = copy.deepcopy(plain)
     plan = tpk.make_plan(model, tp_mesh(), example_inputs=X.double())

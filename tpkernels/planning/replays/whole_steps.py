@@ -103,7 +103,7 @@ class WholeSteps(Gradients):
 
     def after_rest(self, rest: Rest, given: Any, outputs: list[Tensor]) -> None:
         event, recorded = self.recording.events[self._at - 1], self.recording.rest_at[self._at - 1]
-        if rest.steps != recorded.steps or event.kwargs != {"gives": given}:
+        if rest.steps != recorded.steps or event.kwargs["gives"] != given:
             raise Unproven(f"what {rest.module} runs after a condition depends on the number of features of one rank")
         self._made(outputs)
 

@@ -12,14 +12,15 @@ Why a plan is right whatever the answers are:
   come out alike everywhere, or computed alike from such.  (It is what opaque modules count on as well.)  Along a
   sequence that is cut a rank has rows of its own, so there no condition is asked of the residual.
 * Each path is recorded, and each recording is proven by itself.  Whatever the rest reads must be whole in each, and it
-  must run the same steps on a rank as on the whole model.  It calls no layers, so that nothing in it is cut; it writes
-  to nothing but its own tensors, and changes no attribute.  So all that it hands on is what it returns, which is whole.
-* What it returns is alike on every path: kinds, shapes and dtypes.  Outside of rests all recordings have the same
-  events.  So what is known after a rest, that its results are whole activations, does not depend on the path, and
-  neither does what is proven of all that follows.  By induction over the calls this holds for all mixtures, one layer
-  on one path and the next on another, though only those are run that take the same path everywhere, and one in which
-  calls take turns: it would show a path that another call's code can see by means that are not watched, a list for
-  example.
+  must run the same steps on a rank as on the whole model.  It calls no layers and no convolutions, so that nothing in
+  it is cut; it writes to nothing but its own tensors, and changes no attribute.  So all that it hands on is what it
+  returns, which is whole.
+* What it returns is alike on every path: kinds, shapes, dtypes, and whether gradients are wanted.  Outside of rests all
+  recordings have the same events.  So what is known after a rest, that its results are whole activations, does not
+  depend on the path, and neither does what is proven of all that follows.  By induction over the calls this holds for
+  all mixtures, one layer on one path and the next on another, though only those are run that take the same path
+  everywhere, and one in which calls take turns: it would show a path that another call's code can see by means that
+  are not watched, a list for example.
 
 A module whose rest does more than that, or has more than :data:`MOST_PATHS` paths, is opaque as a whole.  So is one
 that asks for a number, for ``nonzero``, or for whatever shapes depend on.
@@ -50,6 +51,8 @@ class Rest:
     sources: tuple[Source, ...]
     answered: int = 0
     steps: list[Event] = field(default_factory=list)
+    trained: list[bool] = field(default_factory=list)
+    """Of its results: whether somebody wants their gradients."""
 
     def answer(self) -> bool:
         """To the next condition."""

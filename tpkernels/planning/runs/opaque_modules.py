@@ -140,9 +140,12 @@ def _on_other_paths(shadow: Shadow, call: Example, first: Recording) -> list[Rec
 
 
 def _compare_paths(first: Recording, other: Recording) -> None:
-    mine, others = ([event.anywhere() for event in recording.events] for recording in (first, other))
-    differs = next((at for at, pair in enumerate(zip(mine, others, strict=False)) if pair[0] != pair[1]), None)
-    if differs is None and len(mine) == len(others) and first.result_places == other.result_places:
+    for mine, its in zip(first.rests, other.rests, strict=False):
+        if mine.trained != its.trained:
+            raise _Close(mine.module, ValueError(f"whether {mine.module} passes gradients depends on a condition"))
+    events, others = ([event.anywhere() for event in recording.events] for recording in (first, other))
+    differs = next((at for at, pair in enumerate(zip(events, others, strict=False)) if pair[0] != pair[1]), None)
+    if differs is None and len(events) == len(others) and first.result_places == other.result_places:
         return
     last = max((at for at in first.rest_at if differs is None or at <= differs), default=None)
     if last is None:

@@ -26,6 +26,7 @@ from tpkernels.planning.runs.events import (
     TRANSPARENT,
     Event,
     Mixture,
+    NotOpaque,
     Opaque,
     Shape,
     Source,
@@ -257,6 +258,8 @@ class Recording(Session):
         return y
 
     def channels_called_otherwise(self, name: str) -> None:
+        if self.rest is not None:
+            raise NotOpaque(self.rest.module, f"calls {name} after a condition")
         self.called_otherwise.add(name)
 
     def before_opaque(self, name: str, args: Any, kwargs: Any) -> None:
@@ -281,6 +284,7 @@ class Recording(Session):
     def after_rest(self, rest: Rest, given: Any, outputs: list[Tensor]) -> None:
         self._link_opaque([], outputs)
         shapes, self.rest_at[len(self.events)] = [Shape(output.shape) for output in outputs], rest
+        rest.trained = [output in self.requiring for output in outputs]
         self._add(Event(Opaque(rest.module), rest.asked, {"gives": given}, shapes, sources=rest.sources), outputs)
 
     def after_mixture(self, name: str, given: list[Tensor], out: Tensor, slots: int) -> None:
