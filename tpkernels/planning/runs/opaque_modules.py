@@ -9,6 +9,9 @@ A guess by itself proves nothing.  The model is recorded with at least two diffe
 agree in every event.  If they disagree, as they do where a shape depends on a value, the module around is marked opaque
 instead, up to the model itself, which then has no data flow.  The same happens to a module that writes to its inputs,
 or passes tensors on by other means than its results.
+
+A module that asks for a condition, one truth value, is opaque only from there on, and no guess is needed: it is
+recorded on every path (:mod:`tpkernels.planning.runs.conditions`).  It becomes opaque as a whole if that fails.
 """
 
 from __future__ import annotations
