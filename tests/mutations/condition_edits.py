@@ -24,7 +24,7 @@ CONDITIONS = (
     Edit(OPAQUE, "if len(found) + 1 == MOST_PATHS:", "if False:", f"{TESTS} -k many"),
     Edit("planning/runs/example_inputs.py", "*recording.others, ", "*[], ", f"{TESTS} -k part"),
     Edit(TRACE, 'rest.asked, {"gives": given}, shapes', "rest.asked, {}, shapes", f"{TESTS} -k dtype"),
-    Edit(OPAQUE, "if mine.trained != its.trained:", "if False:", f"{TESTS} -k detaches"),
+    Edit(OPAQUE, "if mine.trained != its.trained:", "if mine is its:", f"{TESTS} -k detaches"),
     Edit(TRACE, "and self.paths == other.paths", "and True", f"{TESTS} -k recorded"),
     Edit(
         SESSION, "own = self.rest is None and self._is_own(tensor)", "own = self._is_own(tensor)", f"{TESTS} -k counts"
