@@ -119,7 +119,7 @@ def test_of_layers_that_cannot_be_followed_the_module_around_is_named() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             y: Tensor = self.down(self.up(x).relu())
-            return y if x.sum() > 0 else y + 1
+            return y if x.sum().item() > 0 else y + 1
 
     model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8), Asks())
     plan = tpk.make_plan(model, 2, example_inputs=torch.zeros(3, 8))
