@@ -32,6 +32,5 @@ CONDITIONS = (
     Edit(SESSION, 'raise NotOpaque(self.rest.module, f"changes', 'str(f"changes', f"{TESTS} -k changes"),
     Edit(SESSION, 'raise NotOpaque(self.rest.module, f"calls {name}', 'str(f"calls {name}', f"{TESTS} -k layer"),
     Edit("planning/runs/fake_answers.py", "return self.session.rest.answer()", "return True", f"{TESTS} -k recorded"),
-    Edit("planning/runs/shadow.py", "if name in self.branching:  # what", "if False:  # what", f"{TESTS} -k norm"),
     Edit(FLOW, "self._local is not None or any(", "False and any(", f"{TESTS} -k along"),
 )

@@ -123,6 +123,8 @@ def test_a_condition_of_a_part_is_refused_and_the_module_named() -> None:
 def test_a_norm_that_asks_is_not_taken_for_one_that_does_not() -> None:
     plan = tpk.make_plan(Normed(), 2, example_inputs=X)
     assert plan["up"].style != Column() and plan["down"].style != Row()
+    with pytest.raises(ValueError, match="conflict with the model"):
+        tpk.make_plan(Normed(), 2, example_inputs=X, overrides={"up": "column", "down": "row"})
 
 
 @pytest.mark.cpu
