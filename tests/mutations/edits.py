@@ -220,6 +220,7 @@ EDITS = (
         "tests/ops/test_grouped.py -k told",
     ),
     # choice
+    Edit(POINT, "MANY_ROWS = 1.0, 2.5, 256", "MANY_ROWS = 1.0, 1.0, 256", "tests/test_dispatch.py"),
     Edit(
         "dispatch.py",
         "able = sorted(able, key=lambda offer: estimates[offer.name])",
