@@ -60,7 +60,7 @@ MIN_CUDA_CHUNK_ROWS = 1024
 # What cutting a grouped GEMM costs, in times of its estimate: where an expert's part has enough rows to fill the
 # library's kernel, and where it has not, because there picking and adding up the rows of each expert is cut as well.
 # Layers of `benchmarks/experts.py` took this much longer in two parts than in one, of what was estimated (on one host,
-# 2026-11-28, with transfers that take next to nothing): nothing with 256 rows (Mixtral), 1.8 to 2.1 times with 32 to 128.
+# 2026-11-28, with transfers that take next to nothing): nothing with 256 rows (Mixtral), 1.8 to 2.1 times with fewer.
 GROUPED_CUT, GROUPED_CUT_OF_FEW_ROWS, MANY_ROWS = 1.0, 2.5, 256
 
 
