@@ -290,9 +290,14 @@ void expect_failure(const ChannelError& error, Failure kind, std::uint64_t blame
 }
 
 void a_rank_dies(int size, double spin_us, unsigned seed) {
+    std::atomic<int> playing{size};  // relaxed, as below: a rank that is still at it would be told of the death there
     on_all_ranks(size, {20.0, spin_us, {}}, [&](int rank, std::unique_ptr<Channel>& channel) {
         Player(*channel, seed).play(3);
+        playing.fetch_sub(1, std::memory_order_relaxed);
         if (rank == size - 1) {
+            while (playing.load(std::memory_order_relaxed) > 0) {
+                std::this_thread::sleep_for(std::chrono::milliseconds(1));
+            }
             channel.reset();  // drops the lock, as the kernel does for a process that is gone
         } else {
             expect_failure(failing_call(*channel), Failure::kPeerLost, std::uint64_t{1} << (size - 1));
