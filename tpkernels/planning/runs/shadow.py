@@ -215,7 +215,6 @@ class Shadow:
         self.opaque.add(name)
         module = self.modules[name]
         module.forward = self._quietly(name, module.forward)
-
         self.branching = {*self.branching} - {name}
 
     def make_branching(self, name: str) -> None:
