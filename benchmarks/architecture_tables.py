@@ -47,7 +47,8 @@ the limit 1e-4.
 from data flow to work on parts, so that one sum serves them all. *untraced*: the model could not be traced without
 example inputs, and why; its layers are then taken one by one. *second*: what came of the same with example inputs.
 
-Each section names the commits of its rows, which were run on several days (`--only`); the result file has that of each row.
+Each section names the commits of its rows, which were run on several days (`--only`); the result file has that of each
+row.
 """
 
 

@@ -57,10 +57,10 @@ __all__ = [
 # A GEMM of fewer rows leaves most of a GPU idle: 1024 rows and 2048 columns are 64 tiles of 128 x 256, for 132 SMs. Not
 # measured yet.
 MIN_CUDA_CHUNK_ROWS = 1024
-# What cutting a grouped GEMM costs, in times of its estimate, with many and with few rows for each expert in a part.  On
-# one host, where transfers take next to nothing, layers of `benchmarks/experts.py` took no longer in two parts with 256
-# rows (Mixtral), and longer by 1.8 to 2.1 times the estimate of the lab's costs with fewer (2026-11-28; why was not looked
-# into, and the estimates are of another run than the times).
+# What cutting a grouped GEMM costs, in times of its estimate, with many and with few rows for each expert in a part.
+# On one host, where transfers take next to nothing, layers of `benchmarks/experts.py` took no longer in two parts with
+# 256 rows (Mixtral), and longer by 1.8 to 2.1 times the estimate of the lab's costs with fewer (2026-11-28; why was not
+# looked into, and the estimates are of another run than the times).
 GROUPED_CUT, GROUPED_CUT_OF_FEW_ROWS, MANY_ROWS = 1.0, 2.5, 256
 
 
