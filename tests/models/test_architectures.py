@@ -14,7 +14,7 @@ from benchmarks.plan_shares import told
 from tests.models.architectures import compare
 from tests.models.architectures.catalogue import architectures
 from tests.models.architectures.compare import examine
-from tests.models.architectures.reference import CannotBuild, Reference, reference_of
+from tests.models.architectures.reference import CannotBuild, Reference, computing, reference_of
 from tests.models.architectures.shrink import small_config
 from tests.models.architectures.sweep import verdict_of
 from tpkernels.testing.spawn import Pools
@@ -95,6 +95,24 @@ def test_missing_gradients_and_shapes_count() -> None:
     assert compare._gradient_apart(ones[:2], ones, 1.0) == float("inf")
     assert compare._gradient_apart(ones * float("nan"), ones, 1.0) == float("inf")
     assert list(compare._apart({}, {"logits": ones}, 1e-9)) == ["output logits is gone"]
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("asks", ["float", "to", "softmax"])
+def test_what_asks_for_fp32_inside_is_judged_in_fp64(asks: str) -> None:
+    """A norm that rounds to fp32 in the judge would let an error of 1e-6 pass."""
+    x = torch.linspace(-3, 3, 7, dtype=torch.float64)
+
+    def norm(x: torch.Tensor) -> torch.Tensor:
+        if asks == "softmax":
+            return torch.softmax(x, -1, dtype=torch.float32).to(x.dtype)
+        wide = x.float() if asks == "float" else x.to(torch.float32)
+        return (wide * torch.rsqrt(wide.square().mean() + 1e-6)).to(x.dtype)
+
+    exact = torch.softmax(x, -1) if asks == "softmax" else x * torch.rsqrt(x.square().mean() + 1e-6)
+    with computing(torch.float64, doubles=True):
+        torch.testing.assert_close(norm(x), exact, rtol=1e-15, atol=1e-15)
+    assert not torch.allclose(norm(x), exact, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.cpu
