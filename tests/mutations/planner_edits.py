@@ -67,7 +67,15 @@ PLANNER = (
     Edit("planning/alone/kept_layers.py", "(name in unseen or not followed)", "False", f"{FOLLOWED} -k within"),
     Edit("planning/runs/session.py", "in filter(can_require_grad, outputs):", "in outputs:", f"{FOLLOWED} -k compared"),
     Edit("planning/runs/layer_groups.py", "not None or node.severed:", "not None:", f"{FOLLOWED} -k compared"),
-    Edit("planning/runs/layer_groups.py", "len(rest) > 1 and", "len(rest) > 2 and", f"{ALONE} -k every_block"),
+    Edit("planning/runs/layer_groups.py", "and blocks > (not few)", "and few", f"{ALONE} -k every_block"),
+    Edit("planning/runs/layer_groups.py", "rows, tables=given)", "rows, given)", f"{HEADS} -k 'belongs or all_ranks'"),
+    Edit("planning/replays/replay.py", 'role.kind == "table"', "False", f"{HEADS} -k belongs"),
+    Edit(
+        "planning/runs/layer_groups.py",
+        "_blocks_without(one, shared) > 1",
+        "_blocks_without(one, shared) > 2",
+        f"{ALONE} -k every_block",
+    ),
     Edit("planning/runs/known_values.py", "id(tensor) in self._given or not", "not", f"{VALUES} -k nobody_gave"),
     Edit(
         "planning/runs/known_values.py",

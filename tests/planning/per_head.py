@@ -70,6 +70,8 @@ class Attention(nn.Module):
         self.query_norm, self.key_norm = norm(width), norm(width)
         self.sinks, self.bias = nn.Parameter(torch.randn(heads)), Bias(heads)
         self.gain = nn.Parameter(torch.randn(heads, EACH))
+        if how.startswith("distances"):  # a row for each, which all heads read, as in Conformers and BERT
+            self.distances = nn.Embedding(9, EACH)
 
     def forward(self, x: Tensor, slopes: Tensor | None = None) -> Tensor:
         batch, length, _ = x.shape
@@ -88,6 +90,10 @@ class Attention(nn.Module):
         scores = q @ k.transpose(-2, -1)
         if slopes is not None:  # [batch * heads, 1, length], as Bloom's, or [heads, 1, length], as MPT's
             scores = scores + slopes.view(-1, scores.shape[1], 1, length)
+        if self.how.startswith("distances"):
+            places = torch.arange(length)
+            rows = self.distances((places[:, None] - places).clamp(-4, 4) + 4)
+            scores = scores + torch.einsum("bhld,lrd->bhlr", q, rows)
         if self.how == "bias":
             scores = scores + self.bias(length)
         if self.how == "sinks":
@@ -106,11 +112,13 @@ class Attention(nn.Module):
         y: Tensor = self.out(self.query_norm(joined) if self.how in NORM_OF_HEADS else joined)
         if self.how == "norm of both":
             y = y + self.query_norm(y)
+        if self.how == "distances read twice":
+            y = y * rows.sum()
         if self.how == "bias of a norm":
             y = y + self.query_norm.bias.mean()
         if self.how == "read twice":
             y = y + self.sinks.mean()
-        return y
+        return (y, rows) if self.how == "distances that leave" else y  # type: ignore[return-value]
 
 
 class Alibi(nn.Module):

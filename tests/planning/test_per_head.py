@@ -29,7 +29,7 @@ from tpkernels.testing.spawn import Pools
 X = torch.zeros(2, 5, per_head.WIDTH)
 ALIBI = ("alibi one", "alibi each")
 CUT = ("norms", "norm of heads", "centred", "layer norm", "sinks", "bias", "bias of a kernel", "gain", "config",
-       "latent", "latent with a gate", "convolved", "convolution called")  # fmt: skip
+       "distances", "latent", "latent with a gate", "convolved", "convolution called")  # fmt: skip
 
 
 def made(how: str) -> nn.Module:
@@ -65,6 +65,8 @@ def test_a_plan_cuts_what_belongs_to_the_heads(how: str) -> None:
         assert plan["conv"].style == Sliced((("bias", 0), ("weight", 0)), (("bias", runs), ("weight", runs)))
         assert plan["conv"].wire_bytes == 2 * 4 * (48 + 3 * 48) // 2
         assert plan.attributes.get("conv.groups", 0) == ((48, (24, 24)) if how == "convolution called" else 0)
+    elif how == "distances":
+        assert plan["query"].style == Column() and plan["distances"].style == Replicate(sequence_parallel=True)
     elif how == "norm of heads":
         assert plan["query_norm"].style == PartNorm(1e-5)
     elif how in ("centred", "layer norm"):
@@ -116,6 +118,7 @@ def test_tables_of_biases_are_cut_with_the_heads_of_all_blocks() -> None:
 @pytest.mark.cpu
 @pytest.mark.parametrize("how", [
     "unbiased", "norm of both", "bias of a norm", "order of heads", "sum of all", "read twice",
+    "distances read twice", "distances that leave",
     "latent with a whole activation", "latent that leaves", "latent read by a whole layer",
     "convolved over features",
 ])  # fmt: skip
@@ -178,11 +181,8 @@ def by_value(how: str) -> list[str]:
 
 
 def all_by_value(full: bool) -> list[str]:
-    hows = (
-        (*CUT, *ALIBI, "words", "handed", "shared")
-        if full
-        else ("norms", "norm of heads", "bias", "latent with a gate", "convolved", "alibi each", "words", "shared")
-    )
+    some = ("norms", "norm of heads", "bias", "distances", "latent with a gate", "convolved", "alibi each")
+    hows = (*(CUT + ALIBI if full else some), "words", "shared", *(["handed"] if full else []))
     with warnings.catch_warnings():
         warnings.simplefilter("error", UnprovenCallWarning)  # each first call is followed, with rules for these layouts
         return [problem for how in hows for problem in by_value(how)]

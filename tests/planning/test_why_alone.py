@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import tpkernels as tpk
 from tests.models.compare import compare_tensors, differs
 from tests.nn.reference import LIMIT_S, tp_mesh
-from tpkernels.planning.styles import Column, Row, Vocabulary
+from tpkernels.planning.styles import Column, Replicate, Row
 from tpkernels.testing.spawn import Pools
 
 WIDTH, HEADS, LENGTH = 24, 4, 5
@@ -36,12 +36,12 @@ class Attention(nn.Module):
 
 
 class Places(nn.Module):
-    def __init__(self, how: str = "") -> None:
+    def __init__(self, how: str = "", blocks: int = 2) -> None:
         super().__init__()
         self.how = how
         self.place = nn.Embedding(50, WIDTH // HEADS) if how == "table" else nn.Linear(3, WIDTH // HEADS)
-        self.blocks = nn.ModuleList(Attention() for _ in range(2))
-        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+        self.blocks = nn.ModuleList(Attention() for _ in range(blocks))
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(blocks))
 
     def forward(self, x: Tensor, places: Tensor) -> tuple[Tensor, ...]:
         given, results = self.place(places[..., 0].long() if self.how == "table" else places), []
@@ -77,10 +77,11 @@ def test_what_other_results_are_made_of_is_gathered_and_says_so(how: str, reason
 
 
 @pytest.mark.cpu
-def test_a_table_that_gives_to_every_block_does_not_feed_them() -> None:
-    """Of one that is cut by vocabulary nothing sums the gradient of what it gives (SpeechT5's places)."""
-    plan = tpk.make_plan(Places("table"), 2, example_inputs=(X, PLACES))
-    assert plan["place"].style == Vocabulary() and plan["blocks.0.q"].style == Column(gather_output=True)
+def test_a_table_that_gives_to_the_heads_of_every_block_sums_the_gradient_of_its_weight() -> None:
+    """SpeechT5's places: of one that is cut by vocabulary nothing would sum the gradient of what it gives."""
+    plan = tpk.make_plan(Places("table", blocks=3), 2, example_inputs=(X, PLACES))
+    assert plan["place"].style == Replicate(sequence_parallel=True)
+    assert plan["blocks.0.q"].style == plan["blocks.2.v"].style == Column() and plan["blocks.2.out"].style == Row()
 
 
 class Pair(nn.Module):

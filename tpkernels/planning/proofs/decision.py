@@ -151,7 +151,7 @@ class _Decider:
             if self._widest is not None and group not in self._widest:
                 continue
             layers = set(group.layers)
-            given = (*group.feeders, *group.summed)
+            given = (*group.feeders, *group.summed, *group.tables)
             if given and self.whole_inputs:
                 self.decision.refused[group] = Unproven(f"{given[0]} gives a whole tensor to work on parts")
                 continue

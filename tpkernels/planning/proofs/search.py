@@ -253,9 +253,8 @@ class Search(Hypotheses):
     def _named(self, scope: Scope) -> list[int]:
         """Attributes of modules whose names say that they are numbers of heads."""
         prefix = f"{scope.name}." if scope.name else ""
-        inside = [
-            module for name, module in self.shadow.modules.items() if name == scope.name or name.startswith(prefix)
-        ]
+        modules = self.shadow.modules.items()
+        inside = [module for name, module in modules if name == scope.name or name.startswith(prefix)]
         named = [
             (key, value) for module in inside
             for key, value in (vars(module) | config_numbers(module)).items() if type(value) is int
@@ -338,7 +337,8 @@ class Search(Hypotheses):
         }
         rows = {name: (self.shadow.layers[name].in_features,) for name in group.rows}
         found |= {name: Role("row", sizes, number, pieces, summed=name in group.summed) for name, sizes in rows.items()}
-        found |= {name: Role("feeder", (), number, pieces) for name in (*group.feeders, *feeders)}
+        whole = dict.fromkeys((*group.feeders, *feeders), "feeder") | dict.fromkeys(group.tables, "table")
+        found |= {name: Role(kind, (), number, pieces) for name, kind in whole.items()}
         found |= {
             name: Role("slice", cut.runs, number, pieces, cut.dim, cut.copied, cut.behind)
             for name, cut in slices.items()

@@ -355,6 +355,9 @@ class Replay(WidthSteps):
         if role is not None and (role.kind == "feeder" or role.summed):
             self._summed.add(id(out))
             self._groups[id(out)] = frozenset([role.group])
+        if role is not None and role.kind == "table":  # the gradient of its weight is a sum, not that of its output
+            self.set_origin(out, self.origin(self.shadow.modules[name].weight))
+            self._groups[id(out)] = frozenset([role.group])
         self._made([out])
         return out
 

@@ -8,13 +8,17 @@ the inputs are (row), and nothing else sees them.  The replay proves whether the
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Iterator
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tpkernels.planning.runs.session import Node
 from tpkernels.planning.runs.trace import Recording
 
 __all__ = ["Component", "Group", "components", "find_groups"]
+
+MOST_OF_ONE_BLOCK = 8
+"""Layers of attention; more give and take the same features where they are a stream through many blocks."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +33,12 @@ class Group:
     """Layers that stay whole and give to the columns and to what is cut; their output's gradient is summed."""
     summed: tuple[str, ...] = ()
     """Rows that give what they sum to columns or to what is cut; so is the gradient of that."""
+    tables: tuple[str, ...] = ()
+    """Tables that stay whole and give to what is cut; the gradients of their weights are summed."""
 
     @property
     def layers(self) -> tuple[str, ...]:
-        return (*self.columns, *self.rows, *self.feeders)
+        return (*self.columns, *self.rows, *self.feeders, *self.tables)
 
     @property
     def size(self) -> int:
@@ -64,6 +70,7 @@ def find_groups(recording: Recording, *, convolutions: bool = False) -> list[Gro
     order = {event.layer: index for index, event in reversed(list(enumerate(recording.events))) if event.layer}
     if convolutions:
         order |= {call.name: index for index, call in reversed(list(recording.channel_calls.items()))}
+    sizes = {name: layer.in_features * layer.out_features for name, layer in recording.shadow.layers.items()}
     tables = {name for name, layer in recording.shadow.layers.items() if layer.kind == "embedding"}
     groups: list[Group] = []
     fed: list[Group] = []
@@ -72,11 +79,13 @@ def find_groups(recording: Recording, *, convolutions: bool = False) -> list[Gro
             one.columns & one.rows or not recording.convolution_inputs.keys() & (one.columns | one.rows)
         ):
             continue
-        for found, ways in ((groups, _ways(one)), (fed, () if convolutions else _fed_ways(one, tables))):
-            for columns, rows, feeders, summed in ways:
-                if columns and rows and not columns & rows and not columns & one.seen_outside and not rows & one.open:
-                    ordered = [tuple(sorted(some, key=order.__getitem__)) for some in (columns, rows, feeders, summed)]
-                    found.append(Group(ordered[0], ordered[1], bool(rows & one.noisy), ordered[2], ordered[3]))
+        less = () if convolutions else (*_fed_ways(one, tables), *_ways_beside(one, tables, sizes))
+        for found, ways in ((groups, _ways(one)), (fed, less)):
+            for way in ways:
+                closed = not way.columns & one.seen_outside and not way.rows & one.open
+                if way.columns and way.rows and not way.columns & way.rows and closed:
+                    columns, rows, *others = (tuple(sorted(some, key=order.__getitem__)) for some in way)
+                    found.append(Group(columns, rows, bool(way.rows & one.noisy), *others))
 
     def place(group: Group) -> tuple[int, int]:
         return group.size, order[group.columns[0]]
@@ -102,8 +111,14 @@ def components(recording: Recording, *, convolutions: bool = False) -> list[Comp
     ]  # fmt: skip
 
 
-_Way = tuple[set[str], set[str], set[str], set[str]]
-"""Columns, rows, feeders, and the rows that give to parts."""
+class _Way(NamedTuple):
+    """The layers of a group by what they are in it, in the order of its fields."""
+
+    columns: Set[str]
+    rows: Set[str]
+    feeders: Set[str] = frozenset()
+    summed: Set[str] = frozenset()
+    tables: Set[str] = frozenset()
 
 
 def _ways(one: Component) -> Iterator[_Way]:
@@ -117,27 +132,41 @@ def _ways(one: Component) -> Iterator[_Way]:
     inner = columns & rows
     feeders = {layer for name in inner for layer in sources[name]}
     if not inner or feeders & rows:
-        yield columns, rows, set(), set()
+        yield _Way(columns, rows)
     else:
-        yield columns - feeders, rows - inner, feeders, set()
+        yield _Way(columns - feeders, rows - inner, feeders)
     summed = {name for name in inner if sources[name] <= columns - inner}
     fed = inner - summed
     if summed and all(sources[name] <= summed for name in fed):
-        yield (columns - inner) | fed, rows - fed, set(), summed
+        yield _Way((columns - inner) | fed, rows - fed, summed=summed)
 
 
-def _fed_ways(one: Component, tables: Container[str]) -> Iterator[_Way]:
+def _fed_ways(one: Component, tables: Set[str]) -> Iterator[_Way]:
     """A component that falls apart into blocks without the columns that all of its rows take, and these as feeders:
     one layer before many blocks, such as what BROS makes of the places of words for the scores of all heads.
 
     Tables cannot be feeders: one that is cut by vocabulary sums its output, not the gradient of that.
     """
-    shared = set[str].intersection(*one.sources.values())
-    if any(name in tables for name in shared):
-        return
-    rest = _components({row: found - shared for row, found in one.sources.items()})
-    if shared and len(rest) > 1 and not one.columns & one.rows and sum(len(rows) for _, rows in rest) == len(one.rows):
-        yield set(one.columns) - shared, set(one.rows), shared, set()
+    shared = set[str].intersection(*one.sources.values()) - tables
+    if shared and _blocks_without(one, shared) > 1:
+        yield _Way(one.columns - shared, one.rows, shared)
+
+
+def _ways_beside(one: Component, tables: Set[str], sizes: Mapping[str, int]) -> Iterator[_Way]:
+    """A component without its tables, which stay whole: all heads read the same rows of relative positions, as long as
+    one head (Conformers).  A stream of many layers, to which word embeddings give, is not cut for that."""
+    given = one.columns & tables
+    columns, blocks = one.columns - given, _blocks_without(one, given)
+    few = len(columns | one.rows) <= MOST_OF_ONE_BLOCK
+    if given and sum(map(sizes.__getitem__, given)) < sum(map(sizes.__getitem__, columns)) and blocks > (not few):
+        yield _Way(columns, one.rows, tables=given)
+
+
+def _blocks_without(one: Component, given: Set[str]) -> int:
+    """Into how many components it falls without some of its columns; 0 if any row takes nothing else, or gives."""
+    rest = _components({row: found - given for row, found in one.sources.items()})
+    whole = sum(len(rows) for _, rows in rest) == len(one.rows) and not one.columns & one.rows
+    return len(rest) if whole else 0
 
 
 def _walk_back(recording: Recording, start: list[int], convolutions: bool) -> tuple[set[str], bool, bool]:
