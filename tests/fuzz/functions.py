@@ -204,6 +204,7 @@ TRAPS: dict[str, Any] = {
     "largest_feature": lambda x, w: x - x.amax(-1, keepdim=True),
     "min_of_features": lambda x, w: x * x.min(-1, keepdim=True).values.tanh(),
     "picked_feature": lambda x, w: x * x[..., torch.tensor([0])].tanh(),
+    "gathered_feature": lambda x, w: x * x.gather(-1, torch.zeros(*x.shape[:-1], 1, dtype=torch.long)).tanh(),
     "max_of_features": lambda x, w: x * x.max(-1, keepdim=True).values.tanh(),
     "only_the_largest": lambda x, w: x * F.one_hot(x.argmax(-1), x.shape[-1]),
     "topk_threshold": lambda x, w: x * (x >= x.topk(2, -1).values[..., -1:]),

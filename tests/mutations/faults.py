@@ -246,7 +246,7 @@ _ON_SPACE = {name for names in rules._SPACE.values() for name in names} - {
     "avg_pool2d",
 }
 """Ops that share their one check with these two; an edit of that line is a fault as well."""
-_GUARDED = {"sum", "mean", "amax", "amin", "max", "min", "index", "var", "std", "var_mean", "logsumexp",
+_GUARDED = {"sum", "mean", "amax", "amin", "max", "min", "index", "gather", "var", "std", "var_mean", "logsumexp",
             "linalg_vector_norm", "mm", "addmm", "baddbmm", "native_layer_norm", "stack", "cat", "view", "repeat",
             "constant_pad_nd"}  # fmt: skip
 """What these would let through is refused a second time, mostly because something whole then meets parts."""

@@ -19,6 +19,7 @@ MERGED = "tests/integrations/transformers/test_peft.py -k alone"
 
 ALONE, VALUES = "tests/planning/test_why_alone.py", "tests/planning/test_known_values.py"
 FOLLOWED, STATE = "tests/planning/test_followed.py", "tests/planning/test_module_state.py"
+PICKING = "planning/replays/picking_rules.py"
 RESPONSE = "tests/planning/test_response_norm.py"
 
 PLANNER = (
@@ -69,6 +70,22 @@ PLANNER = (
     Edit("planning/runs/layer_groups.py", "not None or node.severed:", "not None:", f"{FOLLOWED} -k compared"),
     Edit("planning/runs/layer_groups.py", "and blocks > (not few)", "and few", f"{ALONE} -k every_block"),
     Edit("planning/runs/layer_groups.py", "rows, tables=given)", "rows, given)", f"{HEADS} -k 'belongs or all_ranks'"),
+    Edit(PICKING, "call.rank_of() == split.dim:", "call.rank_of() < 0:", f"{HEADS} -k looks_so"),
+    Edit(PICKING, "numbers != split and", "False and", f"{HEADS} -k looks_so"),
+    Edit(
+        "planning/replays/replay.py",
+        "return len(self._open_groups) == 1 and",
+        "return True or",
+        f"{HEADS} -k drawn_alike",
+    ),
+    Edit(
+        "planning/proofs/decision.py",
+        "if degrees() or not self.says_all else",
+        "if False else",
+        f"{HEADS} -k drawn_alike",
+    ),
+    Edit("sharding/randomness.py", "not (running and fork.shared is not None)", "True", f"{HEADS} -k dropped"),
+    Edit("sharding/randomness.py", "outermost.pause()", "outermost = None", f"{HEADS} -k dropped"),
     Edit("planning/replays/replay.py", 'role.kind == "table"', "False", f"{HEADS} -k belongs"),
     Edit(
         "planning/runs/layer_groups.py",
@@ -93,7 +110,7 @@ PLANNER = (
     Edit("planning/replays/width_steps.py", "layer not in layers", "False", f"{WIDTHS} -k more"),
     Edit("planning/replays/width_steps.py", "id(tensor) in self._shown", "False", f"{WIDTHS} -k more"),
     Edit("nn/shown_width.py", "self._shown = self._whole = None", "pass", f"{WIDTHS} -k whole_tensor"),
-    Edit("planning/replays/rules.py", "table.at(len(call.outputs[0]) - 1)", "table.at(0)", f"{HEADS} -k of_all_blocks"),
+    Edit(PICKING, "table.at(len(call.outputs[0]) - 1)", "table.at(0)", f"{HEADS} -k of_all_blocks"),
     Edit(
         "planning/proofs/search_again.py", "error.parameters - proof.slices.keys()", "()", f"{HEADS} -k of_all_blocks"
     ),
@@ -174,7 +191,7 @@ PLANNER = (
         "both = set[int]()",
         f"{ADAPTERS} -k masks",
     ),
-    Edit("planning/replays/rules.py", "or local != list(range(low, high))", "", f"{PACKED} -k looks_so"),
+    Edit(PICKING, "or local != list(range(low, high))", "", f"{PACKED} -k looks_so"),
     Edit("planning/splits.py", "if outer > 1 and split.copied:", "if False:", f"{PACKED} -k viewed"),
     Edit(
         "planning/proofs/decision.py",

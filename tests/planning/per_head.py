@@ -121,6 +121,48 @@ class Attention(nn.Module):
         return (y, rows) if self.how == "distances that leave" else y  # type: ignore[return-value]
 
 
+class Disentangled(nn.Module):
+    """As DeBERTa's: scores have terms of places, which the layers for words project as well, picked for each pair.
+
+    ``how``: "one place" picks of the heads, "places of heads" has numbers for each of them, and "places in another
+    order" those of other heads.
+    """
+
+    def __init__(self, how: str = "", p: float = 0.0) -> None:
+        super().__init__()
+        self.how, self.heads = how, HEADS
+        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.table = nn.Parameter(torch.randn(9, WIDTH))
+        self.drop_places, self.drop = nn.Dropout(p), nn.Dropout(p)
+
+    def split(self, x: Tensor) -> Tensor:
+        return x.view(len(x), -1, self.heads, EACH).transpose(1, 2).flatten(0, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q, k, v = self.split(self.query(x)), self.split(self.key(x)), self.split(self.value(x))
+        if self.how == "drops itself":
+            table = F.dropout(self.table, 0.5, self.training).unsqueeze(0)
+        else:
+            table = self.drop_places(self.table).unsqueeze(0)
+        places = torch.arange(length)
+        numbers = (places[:, None] - places).clamp(-4, 4) + 4
+        each = torch.bmm(k, self.split(self.query(table)).repeat(batch, 1, 1).transpose(1, 2))
+        if self.how == "one place":
+            term = torch.gather(each, 0, torch.zeros_like(each, dtype=torch.long))[..., :length]
+        elif self.how == "places in another order":
+            parts = (self.value(x).view(batch, length, self.heads, EACH) > 0).permute(2, 0, 1, 3).flatten(0, 1)
+            term = torch.gather(each, -1, parts.long().sum(-1, keepdim=True).expand(-1, -1, length))
+        elif self.how == "places of heads":
+            term = torch.gather(each, -1, (numbers + torch.arange(batch * HEADS)[:, None, None]) % 9)
+        else:
+            term = torch.gather(each, -1, numbers.expand(len(q), length, length))
+        weights = self.drop((torch.bmm(q, k.transpose(1, 2)) + term).softmax(-1))
+        heads = torch.bmm(weights, v).view(batch, self.heads, length, EACH)
+        y: Tensor = self.out(heads.transpose(1, 2).reshape(batch, length, -1))
+        return y
+
+
 class Alibi(nn.Module):
     """Biases of all heads are made once, and given to the attention: "one" for all of a batch, or "each" its own.
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import tpkernels as tpk
 from tests.models.architectures.reference import build
@@ -29,12 +30,14 @@ from tpkernels.testing.spawn import Pools
 X = torch.zeros(2, 5, per_head.WIDTH)
 ALIBI = ("alibi one", "alibi each")
 CUT = ("norms", "norm of heads", "centred", "layer norm", "sinks", "bias", "bias of a kernel", "gain", "config",
-       "distances", "latent", "latent with a gate", "convolved", "convolution called")  # fmt: skip
+       "distances", "disentangled", "latent", "latent with a gate", "convolved", "convolution called")  # fmt: skip
 
 
 def made(how: str) -> nn.Module:
     if how == "words":
         return per_head.Words()
+    if how.startswith("disentangled"):
+        return per_head.Disentangled(how.removeprefix("disentangled "))
     if how in ("handed", "shared"):
         return per_head.Handed() if how == "handed" else per_head.Shared()
     if how.startswith("alibi"):
@@ -65,6 +68,8 @@ def test_a_plan_cuts_what_belongs_to_the_heads(how: str) -> None:
         assert plan["conv"].style == Sliced((("bias", 0), ("weight", 0)), (("bias", runs), ("weight", runs)))
         assert plan["conv"].wire_bytes == 2 * 4 * (48 + 3 * 48) // 2
         assert plan.attributes.get("conv.groups", 0) == ((48, (24, 24)) if how == "convolution called" else 0)
+    elif how == "disentangled":
+        assert plan["key"].style == Column() and plan.attributes == {"heads": (6, (3, 3))} and not plan.whole_draws
     elif how == "distances":
         assert plan["query"].style == Column() and plan["distances"].style == Replicate(sequence_parallel=True)
     elif how == "norm of heads":
@@ -118,7 +123,8 @@ def test_tables_of_biases_are_cut_with_the_heads_of_all_blocks() -> None:
 @pytest.mark.cpu
 @pytest.mark.parametrize("how", [
     "unbiased", "norm of both", "bias of a norm", "order of heads", "sum of all", "read twice",
-    "distances read twice", "distances that leave",
+    "distances read twice", "distances that leave", "disentangled one place", "disentangled places of heads",
+    "disentangled places in another order",
     "latent with a whole activation", "latent that leaves", "latent read by a whole layer",
     "convolved over features",
 ])  # fmt: skip
@@ -173,6 +179,52 @@ def test_a_number_of_a_config_is_another_one_for_one_module_alone() -> None:
         pair[1].config.other = 5
 
 
+@pytest.mark.cpu
+@pytest.mark.parametrize("how", ["in one module", "by blocks", "drops itself"])
+def test_what_cannot_be_drawn_alike_is_gathered(how: str) -> None:
+    model = per_head.Disentangled(how, p=0.5)
+    if how == "in one module":
+        model.drop = model.drop_places
+    plan = tpk.make_plan(model, 2, example_inputs=X, same_bits=2 if how == "by blocks" else 0)
+    assert plan["query"].style == Column(gather_output=True) and not plan.whole_draws
+
+
+def draws(checkpointed: bool) -> dict[str, Any]:
+    """What dropout gives of places and of heads, on each rank; gradients with and without a second forward."""
+    torch.manual_seed(0)
+    plain = per_head.Disentangled(p=0.5).double()
+    plan = tpk.make_plan(plain, tp_mesh(), example_inputs=X.double())
+    model = tpk.parallelize(plain, tp_mesh(), tpk.ShardingPlan.from_json(plan.to_json()))
+    found: dict[str, Any] = {"plan": (plan.random, plan.whole_draws)}
+    masks: dict[str, Tensor] = {}
+    for name in ("drop_places", "drop"):
+
+        def dropped(module: nn.Module, args: Any, output: Tensor, name: str = name) -> None:
+            masks[name] = output.detach() == 0
+
+        dropped.takes_parts = True  # type: ignore[attr-defined]
+        model.get_submodule(name).register_forward_hook(dropped)
+    x = torch.ones(2, 5, per_head.WIDTH, dtype=torch.float64, requires_grad=True)
+    for again in (False, True):
+        torch.manual_seed(7)
+        y = checkpoint(model, x, use_reentrant=False) if again and checkpointed else model(x)
+        y.square().sum().backward()
+        found[f"gradient {again}"], x.grad = x.grad, None
+    tpk.nn.check_rng(tp_mesh())
+    return found | masks
+
+
+@pytest.mark.gloo
+def test_what_all_ranks_have_is_dropped_alike_between_layers_whose_heads_are_not(ranks: Pools) -> None:
+    """DeBERTa's places: the layer that begins the heads is called for them as well, once they have begun."""
+    one, other = ranks(2).run(draws, True, timeout=LIMIT_S)
+    assert one["plan"] == other["plan"] == ((("query", "out"),), ("drop_places",))
+    assert torch.equal(one["drop_places"], other["drop_places"]) and one["drop_places"].any()
+    assert not torch.equal(one["drop"], other["drop"])
+    for found in (one, other):
+        assert torch.equal(found["gradient False"], found["gradient True"])
+
+
 def by_value(how: str) -> list[str]:
     torch.manual_seed(0)
     x = torch.randint(0, per_head.WORDS, (2, 5)) if how == "words" else torch.randn(2, 5, per_head.WIDTH).double()
@@ -181,7 +233,16 @@ def by_value(how: str) -> list[str]:
 
 
 def all_by_value(full: bool) -> list[str]:
-    some = ("norms", "norm of heads", "bias", "distances", "latent with a gate", "convolved", "alibi each")
+    some = (
+        "disentangled",
+        "norms",
+        "norm of heads",
+        "bias",
+        "distances",
+        "latent with a gate",
+        "convolved",
+        "alibi each",
+    )
     hows = (*(CUT + ALIBI if full else some), "words", "shared", *(["handed"] if full else []))
     with warnings.catch_warnings():
         warnings.simplefilter("error", UnprovenCallWarning)  # each first call is followed, with rules for these layouts

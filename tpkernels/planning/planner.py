@@ -189,6 +189,7 @@ class _Planner:
             attributes=self.attributes,
             arguments=self.arguments,
             random=tuple(self.decision.random),
+            whole_draws=self.decision.whole_draws if self.decision.random else (),
             rows=count_rows(firsts) if firsts else None,
             slots=firsts[0].slots if firsts else {},
             elements=elements_in(firsts),

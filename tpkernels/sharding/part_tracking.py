@@ -428,6 +428,8 @@ def _one_reading(
         named["attn_mask split"] = splits.get(id(kwargs["attn_mask"]))
     if packet is aten.index:
         named["indices"] = numbers_in(args[1])
+    if packet is aten.gather:
+        named["index is alike along"] = {dim for dim, size in enumerate(spread[id(args[2])]) if size == 1}
     call = Call(whole, whole, (named, named), [split_of(argument) for argument in args], shapes, 1, 0, mix)
     own = OWN.get(packet)
     if own is not None:

@@ -2,6 +2,7 @@
 
 Between a column layer and the row layer that ends its group, the default generator runs on a seed of this rank's, drawn
 from what all ranks share.  After it, the shared stream continues where it was, however many numbers each rank drew.
+Modules in between that draw for whole tensors do so from the shared stream (:func:`share_in`).
 The seed is drawn anew in every pass, so activation checkpointing, which sets the generator back, draws it again.
 
 A forward pass that raises in between also returns to the shared stream (:func:`leave_on_errors`).
@@ -9,7 +10,7 @@ A forward pass that raises in between also returns to the shared stream (:func:`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tpkernels.nn.parameters import mesh_of
 from tpkernels.nn.random import _mix
 
-__all__ = ["Fork", "differ_between", "leave_on_errors"]
+__all__ = ["Fork", "differ_between", "leave_on_errors", "share_in"]
 
 SEEDS = 2**62
 
@@ -30,6 +31,7 @@ class Fork:
     def __init__(self) -> None:
         self.shared: Tensor | None = None
         self.own: Tensor | None = None
+        """This rank's stream, while the shared one runs within."""
         self.device = torch.device("cpu")
         # Not as decorators: these would import torch's compiler together with tpkernels, two seconds of every process.
         for name in ("enter", "leave", "pause", "resume"):
@@ -55,11 +57,11 @@ class Fork:
             torch.cuda.set_rng_state(self.shared, self.device)
         else:
             torch.set_rng_state(self.shared)
-        self.shared = None
+        self.shared = self.own = None
 
     def forget(self) -> None:
         """Do not switch back any more: checkpointing sets the generator back itself when it stops in the middle."""
-        self.shared = None
+        self.shared = self.own = None
 
     def pause(self) -> None:
         """Switch to the shared stream for a while; :meth:`resume` continues this rank's."""
@@ -67,7 +69,7 @@ class Fork:
 
     def resume(self) -> None:
         """Switch to this rank's stream again; the shared one has moved on."""
-        self.shared = self._swap(self.own)
+        self.shared, self.own = self._swap(self.own), None
 
     def _swap(self, state: Tensor | None) -> Tensor:
         assert state is not None
@@ -80,23 +82,68 @@ class Fork:
         return before
 
 
-def differ_between(opener: nn.Module, closer: nn.Module, mesh: DeviceMesh) -> Fork:
-    """Let each rank draw its own random numbers from the end of ``opener`` to the start of ``closer``, in training."""
-    fork = Fork()
+def differ_between(opener: str, closer: str, modules: Mapping[str, nn.Module], mesh: DeviceMesh) -> Fork:
+    """Let each rank draw its own random numbers from the end of ``opener`` to the start of ``closer``, in training.
+
+    ``opener`` may be called again in between, within one call of the module around both.  Otherwise it begins anew:
+    activation checkpointing may have stopped before ``closer``, and set the generator back.
+    """
+    fork, running = Fork(), False
     if mesh.size() == 1:
         return fork
 
+    def begin(module: nn.Module, args: Any) -> None:
+        nonlocal running
+        running = True
+        fork.forget()
+
+    def end(module: nn.Module, args: Any, output: Any) -> None:
+        nonlocal running
+        running = False
+
     def opened(module: nn.Module, args: Any, output: Tensor) -> None:
-        if module.training:
+        if module.training and not (running and fork.shared is not None):
             fork.enter(output.device, _mesh(module, mesh).get_local_rank())
 
     def closing(module: nn.Module, args: Any) -> None:
         if module.training:
             fork.leave()
 
-    opener.register_forward_hook(opened)
-    closer.register_forward_pre_hook(closing)
+    around = _around(opener, closer, modules)
+    around.register_forward_pre_hook(begin)
+    around.register_forward_hook(end, always_call=True)
+    modules[opener].register_forward_hook(opened)
+    modules[closer].register_forward_pre_hook(closing)
     return fork
+
+
+def _around(opener: str, closer: str, modules: Mapping[str, nn.Module]) -> nn.Module:
+    """The innermost module that holds both and is called."""
+    name = opener
+    while not closer.startswith(f"{name}.") or isinstance(modules[name], nn.ModuleList | nn.ModuleDict):
+        if not name:
+            break
+        name = name.rpartition(".")[0]
+    return modules[name]
+
+
+def share_in(module: nn.Module, forks: Sequence[Fork]) -> None:
+    """Let ``module`` draw the random numbers that all ranks share, wherever it is called; it calls no layer itself."""
+    paused: list[Fork | None] = []
+
+    def before(module: nn.Module, args: Any) -> None:
+        outermost = next((fork for fork in forks if fork.shared is not None and fork.own is None), None)
+        if outermost is not None:
+            outermost.pause()
+        paused.append(outermost)
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        fork = paused.pop()
+        if fork is not None:
+            fork.resume()
+
+    module.register_forward_pre_hook(before)
+    module.register_forward_hook(after, always_call=True)
 
 
 def leave_on_errors(model: nn.Module, forks: Sequence[Fork]) -> None:

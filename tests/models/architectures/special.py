@@ -370,10 +370,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 _EXPERT_BLOCKS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24}
 _RELATIVE = {"use_relative_position_bias": True}
+# As the published DeBERTa and DeBERTa-v3 are; the defaults of their configurations have no places in the scores.
+_DISENTANGLED = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "max_relative_positions": 16}
+_DISENTANGLED_3 = _DISENTANGLED | {"share_att_key": True, "position_buckets": 8, "norm_rel_ebd": "layer_norm"}
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "beit relative": ("beit", _RELATIVE),
     "data2vec-vision relative": ("data2vec-vision", _RELATIVE),
+    "deberta relative": ("deberta", _DISENTANGLED),
+    "deberta-v2 relative": ("deberta-v2", _DISENTANGLED_3),
     "gemma4_text experts": ("gemma4_text", _EXPERT_BLOCKS),
 }
 

@@ -99,7 +99,9 @@ class ShardingPlan:
     attributes: Mapping[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
     """Attributes of modules that count features or heads: the model's value, and that of each rank."""
     random: tuple[tuple[str, str], ...] = ()
-    """Pairs of layers between which ranks draw different random numbers."""
+    """Pairs of layers between which ranks draw different random numbers,"""
+    whole_draws: tuple[str, ...] = ()
+    """and modules that are called there and draw those that all ranks share."""
     idle_ties: tuple[str, ...] = ()
     """Modules that hold a tied parameter without using it themselves."""
     sequence_blocks: tuple[str, ...] = ()
@@ -205,7 +207,11 @@ class ShardingPlan:
         for name, module in modules.items():
             if name not in named and any(True for _ in module.parameters(recurse=False)):
                 wrong.append(f"the plan has nothing about {name!r} ({type(module).__name__})")
-        others = (*self.cut_arguments, *(one for name, read in self.by_weight.items() for one in (name, *read)))
+        others = (
+            *self.cut_arguments,
+            *self.whole_draws,
+            *(one for name, read in self.by_weight.items() for one in (name, *read)),
+        )
         wrong += [f"there is no module {name!r}" for name in others if name not in modules]
         for key, (whole, _) in self.attributes.items():
             name, attribute = owner_of(key, modules)
@@ -248,7 +254,7 @@ class ShardingPlan:
             raise ValueError(f"the plan's contents are not those of a plan: {error!r}") from None
 
 
-_LISTS = ("idle_ties", "sequence_blocks", "whole_blocks", "local_blocks", "unfused", "notes")
+_LISTS = ("whole_draws", "idle_ties", "sequence_blocks", "whole_blocks", "local_blocks", "unfused", "notes")
 
 
 def _plan_from(body: dict[str, Any]) -> ShardingPlan:

@@ -153,6 +153,9 @@ def _totals(plan: ShardingPlan) -> list[str]:
     if plan.random:
         pairs = [f"{row} and {norm}" for row, norm in _pairs(plan.random)]
         lines.append(f"dropout differs by rank between: {', '.join(pairs)}")
+    if plan.whole_draws:
+        names = [name for name, _ in _pairs([(name, name) for name in plan.whole_draws])]
+        lines.append(f"but is the same in: {', '.join(names)}")
     lines += [f"the sum of {row} is one op with {norm}" for row, norm in _pairs([fused[:2] for fused in plan.fused])]
     lines += [f"no norm is fused with {line}" for line in plan.unfused]
     return lines + [f"note: {note}" for note in plan.notes]

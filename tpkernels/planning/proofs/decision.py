@@ -54,6 +54,8 @@ class Decision:
     partial: set[str] = field(default_factory=set)
     """Parameters of whole modules that meet parts: their gradients are summed."""
     random: list[tuple[str, str]] = field(default_factory=list)
+    whole_draws: tuple[str, ...] = ()
+    """Modules called between such layers that draw for whole tensors, which all ranks share."""
     adapters: dict[str, str] = field(default_factory=dict)
     """Layers of narrow pairs whose other layer is cut with a larger group, and that one."""
     together: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -278,12 +280,14 @@ class _Decider:
                 if not groups:
                     return
                 continue
-            mixed = [index for index in self._half_partial(replay) if index < len(groups)]
-            if not mixed:
+            wrong = dict.fromkeys(self._half_partial(replay), "a module would have gradients of two kinds")
+            wrong |= dict.fromkeys(self._draws_refused(replay), "random numbers are drawn for whole tensors between it")
+            wrong = {index: why for index, why in wrong.items() if index < len(groups)}
+            if not wrong:
                 self._take(replay)
                 return
-            for index in mixed:
-                self.decision.refused[groups[index]] = Unproven("a module would have gradients of two kinds")
+            for index, why in wrong.items():
+                self.decision.refused[groups[index]] = Unproven(why)
                 del self.decision.proven[groups[index]]
 
     def _take(self, replay: Replay) -> None:
@@ -292,6 +296,7 @@ class _Decider:
         self.decision.fed = {name for name, fed in replay.fed.items() if fed}
         self.decision.norms = {name: self.shadow.norms[name] for name in sorted(replay.cut_norms)}
         self.decision.by_channel = set(replay.cut_channels)
+        self.decision.whole_draws = tuple(sorted(replay.whole_draws))
 
     def _pair_convolutions(self) -> None:
         """Cut convolutions in pairs as well, as far as that holds on the whole model beside what does already."""
@@ -319,6 +324,10 @@ class _Decider:
             self.decision.unpaired |= dict.fromkeys(wrong, error)
             pairs = {group: proof for group, proof in pairs.items() if group not in wrong}
         self.decision.pairs = pairs
+
+    def _draws_refused(self, replay: Replay) -> set[int]:
+        """Groups between whose layers whole tensors are drawn for; plans that say less, or draw by blocks, cannot."""
+        return set[int]().union(*replay.whole_draws.values()) if degrees() or not self.says_all else set()
 
     def _half_partial(self, replay: Replay) -> set[int]:
         """Groups that make only some of a module's parameters partial: the module is summed as one."""

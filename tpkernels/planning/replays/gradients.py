@@ -40,6 +40,10 @@ class Gradients(Session):
         self._complete: set[str] = set()
         self.fed: dict[str, bool] = {}
         """Of columns: whether the gradient of what they read is summed further up, by a feeder."""
+        self.whole_draws: dict[str, frozenset[int]] = {}
+        """Modules that draw random numbers for whole tensors, and the groups between whose layers they are called;"""
+        self._part_draws: set[str] = set()
+        """modules that draw them for parts."""
         self._summed: set[int] = set()
         """Whole tensors whose gradients are sums over the ranks, complete where a feeder gave them."""
         self._made_with: dict[int, frozenset[str]] = {}
@@ -52,6 +56,8 @@ class Gradients(Session):
         self.partial |= other.partial
         self._complete |= other._complete
         self._whole_norms |= other._whole_norms
+        self.whole_draws = {**other.whole_draws, **self.whole_draws}
+        self._part_draws |= other._part_draws
         self.cut_norms |= other.cut_norms
         self._whole_channels |= other._whole_channels
         for name, groups in other.cut_channels.items():

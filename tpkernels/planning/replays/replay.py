@@ -69,6 +69,9 @@ class Replay(WidthSteps):
         self._open_groups: set[int] = set()
         self._drawn: dict[bool, set[int]] = {False: set(), True: set()}
         """Groups between whose layers random numbers were drawn for whole tensors, and for parts."""
+        self._constants: set[int] = set()
+        """Tensors that are the same for each piece, by their ids."""
+        self._open_at_entry: dict[str, set[int]] = {}
         self._arguments: dict[str, dict[str, Role]] = {}
         """By module: arguments of which it takes a part."""
         self._begin(0, len(recording.events))
@@ -187,6 +190,7 @@ class Replay(WidthSteps):
             raise Unproven(f"{packet} has {len(outputs)} results, {len(event.outputs)} in the whole model")
         if answers is None:
             answers = [self._constant(Shape(outputs[0].shape), event.outputs[0])]
+            self._constants.add(id(outputs[0]))
         for output, shape, answer in zip(outputs, event.outputs, answers, strict=True):
             expected = shape if answer is None else answer.local_shape(shape, self.world_size, self.rank)
             if tuple(output.shape) != tuple(expected):
@@ -226,13 +230,35 @@ class Replay(WidthSteps):
             raise Unproven(f"{canonical(func)} draws random numbers for something outside of the group")
         if any(id(tensor) in self._summed for tensor in tensors):
             raise Unproven(f"{canonical(func)} draws random numbers for what every rank has a share of the gradient of")
-        self._drawn[of_parts] |= self._open_groups
+        module = self.inside[-1] if self.inside else ""
+        if of_parts:
+            self._part_draws.add(module)
+        if not of_parts and self._between_layers(module):
+            self.whole_draws[module] = self.whole_draws.get(module, frozenset()) | self._open_groups
+        else:
+            self._drawn[of_parts] |= self._open_groups
         both = self._drawn[True] & self._drawn[False]
+        if module in self._part_draws:
+            both |= self.whole_draws.get(module, frozenset())
         if both:
             self.blame = frozenset(both)
             raise Unproven(f"{canonical(func)} draws random numbers for whole tensors and parts between layers of it")
         if any(split.copied for split in map(self._splits_of, tensors) if split is not None):
             raise Unproven(f"{canonical(func)} draws random numbers for what every rank has a copy of")
+
+    def _between_layers(self, module: str) -> bool:
+        """Whether a module is called between layers of one group, so that it can draw what all ranks share."""
+        inside = any(name.startswith(f"{module}.") or name == module for name in self.roles)
+        return len(self._open_groups) == 1 and self._open_at_entry.get(module) == self._open_groups and not inside
+
+    def entered(self, name: str, args: Any, kwargs: Any) -> None:
+        super().entered(name, args, kwargs)
+        self._open_at_entry[name] = {*self._open_groups}
+
+    def left(self, name: str, output: Any = None) -> None:
+        super().left(name, output)
+        if name in self.whole_draws and self._open_at_entry[name] != self._open_groups:
+            raise Unproven(f"{name} draws random numbers for whole tensors, and calls layers between which parts are")
 
     def _answers(
         self, func: Any, event: Event, local: Any, splits: list[Any], arguments: Any
@@ -271,6 +297,11 @@ class Replay(WidthSteps):
             named["attn_mask split"] = self._splits.get(id(mask))
         if event.packet is aten.index:
             named["indices"] = numbers_in(args[1])
+        if event.packet is aten.gather:
+            sizes = zip(event.whole[2], local[0][2], strict=True)
+            named["index is alike along"] = {
+                dim for dim, (whole, part) in enumerate(sizes) if whole != part and id(args[2]) in self._constants
+            }
 
         def mix(index: int) -> None:
             tensor = mask if index < 0 else args[index]

@@ -16,6 +16,7 @@ import torch
 
 from tpkernels.planning.replays.gate_rules import glu
 from tpkernels.planning.replays.op_call import Answer, Call, pointwise
+from tpkernels.planning.replays.picking_rules import gather, indexed, rows
 from tpkernels.planning.splits import Split, Unproven, through_view
 
 __all__ = ["RULES", "Call", "pointwise"]
@@ -311,42 +312,6 @@ def _mask(call: Call, shape: tuple[int, ...], split: Split | None, q: Split, mix
         mix()
 
 
-def _index(call: Call) -> Answer:
-    """Rows picked by whole tensors of indices, along dimensions that follow each other and are not cut."""
-    split, indices = call.cut(), call.whole[1]
-    if any(isinstance(each, Split) for each in call.splits[1]):
-        raise Unproven("indices are cut")
-    picked = [dim for dim, each in enumerate(indices) if each is not None]
-    if picked != list(range(picked[0], picked[-1] + 1)):
-        raise Unproven("indices are of dimensions that do not follow each other")
-    if split.dim in picked:
-        return _picked(call, split, picked)
-    made = len(call.outputs[0]) - (call.rank_of() - len(picked))
-    return split if split.dim < picked[0] else split.at(split.dim - len(picked) + made)
-
-
-def _picked(call: Call, split: Split, picked: list[int]) -> Answer:
-    """Elements of the cut dimension by number, one after the other: ``x[..., [-2], :]``, the key behind all queries."""
-    numbers = call.kwargs[0].get("indices")
-    if picked != [split.dim] or numbers is None or len(numbers) != call.outputs[0][split.dim]:
-        raise Unproven("the dimension that is cut is indexed")
-    whole, local = (
-        [number % size for number in numbers] for size in (call.whole[0][split.dim], call.local[0][split.dim])
-    )
-    part, low, high = split.part(whole[0], whole[-1] + 1, call.world_size, call.rank)
-    if whole != list(range(whole[0], whole[-1] + 1)) or local != list(range(low, high)):
-        raise Unproven("the dimension that is cut is indexed")
-    return part
-
-
-def _rows(call: Call) -> Answer:
-    """Rows of a table whose columns are cut."""
-    table: Split | None = call.splits[0]
-    if table is None or table.dim != 1 or call.splits[1] is not None:
-        raise Unproven("rows of a table are cut")
-    return table.at(len(call.outputs[0]) - 1)
-
-
 def _copy(call: Call) -> Answer:
     """A tensor written over another one, broadcast to it."""
     return pointwise(call.whole[:2], call.splits[:2], call.mix)
@@ -417,7 +382,7 @@ _AROUND: dict[str, Callable[[Call], Answer]] = {
     "sum": _reduce, "mean": _reduce, "amax": _reduce, "amin": _reduce, "var": _reduce, "std": _reduce,
     "var_mean": _reduce, "logsumexp": _reduce, "linalg_vector_norm": lambda call: _vector_norm(call),
     "native_layer_norm": _norm, "_fused_rms_norm": _norm, "rms_norm": _norm,
-    "max": _reduce, "min": _reduce, "index": _index, "copy_": _copy, "embedding": _rows,
+    "max": _reduce, "min": _reduce, "index": indexed, "gather": gather, "copy_": _copy, "embedding": rows,
     "mm": _mm, "addmm": _addmm, "bmm": _bmm, "baddbmm": _baddbmm, "constant_pad_nd": _pad,
     **{name: _space(dims) for dims, names in _SPACE.items() for name in names},
     "convolution": _convolution, "linalg_solve_triangular": _solved,
