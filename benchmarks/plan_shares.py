@@ -46,6 +46,10 @@ COMMON = (
 ).split()
 """Those that most people run."""
 
+HEADS = frozenset("lm_head lm_heads codec_head codebooks_head char_head bpe_head wp_head".split())
+"""What heads over a vocabulary are called in models whose ``get_output_embeddings`` does not name them: Bark, CSM's
+depth decoder, MGP-STR, and the talkers of Qwen Omni."""
+
 
 def in_pairs(entry: Entry) -> bool:
     style = entry.style
@@ -58,8 +62,15 @@ def in_pairs(entry: Entry) -> bool:
     return not (isinstance(style, Row) and style.split_input)
 
 
+def output_heads(model: nn.Module) -> set[int]:
+    """The ids of output heads, and of what is in them: some models have a list, with a head for each codebook."""
+    found = [one.get_output_embeddings() for one in model.modules() if hasattr(one, "get_output_embeddings")]
+    found += [module for path, module in model.named_modules() if path.rpartition(".")[2] in HEADS]
+    return {id(inner) for head in found if isinstance(head, nn.Module) for inner in head.modules()}
+
+
 def shares(name: str, model: nn.Module, plan: tpk.ShardingPlan, sizes: Counter[str]) -> dict[str, Any]:
-    heads = {id(one.get_output_embeddings()) for one in model.modules() if hasattr(one, "get_output_embeddings")}
+    heads = output_heads(model)
     small: Counter[str] = Counter()
     for key, parameter in model.named_parameters():
         small[pattern(key)] += parameter.numel()

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 pytest.importorskip("transformers", reason="the package transformers is missing: pip install transformers")
 
 from benchmarks.default_sizes import CHANGES, published_bytes
-from benchmarks.plan_shares import told
+from benchmarks.plan_shares import output_heads, told
 from tests.models.architectures import compare
 from tests.models.architectures.catalogue import architectures
 from tests.models.architectures.compare import examine
@@ -165,3 +166,12 @@ def test_rows_by_the_sizes_of_a_small_model_are_counted_apart(
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("2 planned, by the sizes of the default") and "body cut, 1 with" in first
     assert second.startswith("1 planned, by the sizes of the small model")
+
+
+def test_output_heads_are_no_part_of_the_body_whatever_they_are_called() -> None:
+    named, unnamed, body = nn.Linear(2, 3), nn.ModuleList([nn.Linear(2, 3)]), nn.Linear(2, 2)
+    model = nn.ModuleDict({"named": named, "lm_heads": unnamed, "body": body})
+    model.get_output_embeddings = lambda: named  # type: ignore[assignment]
+    assert {name for name, one in model.named_modules() if id(one) in output_heads(model)} == {
+        "named", "lm_heads", "lm_heads.0"
+    }  # fmt: skip

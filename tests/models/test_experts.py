@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from tests.models.architectures.reference import build, computing
 from tests.models.compare import LIMIT, compare_tensors, differs, held_bytes
 from tests.models.wire import bytes_of
 from tests.nn.reference import LIMIT_S, plan_once, tp_mesh
-from tests.planning.test_experts import H, Model, NormBehind
+from tests.planning.test_experts import H, Images, Model, NormBehind
 from tests.planning.test_other_experts import IdentityModel, RowsModel, SharedModel, SortedModel
 from tpkernels.nn import cut_experts
 from tpkernels.nn.cut_experts import CutExperts
@@ -194,6 +195,27 @@ def test_experts_of_another_kind_are_right(ranks: Pools, kind: str, experts: str
         assert len(found["styles"]) == (2 if kind == "sorted" else 1)
         assert all(style.dealt == (experts == "experts") for style in found["styles"])
         assert experts == "experts" or found["sent"] == found["planned"] > 0
+
+
+def with_images(experts: str) -> list[str]:
+    """What is wrong where experts run that no example called."""
+    torch.manual_seed(3)
+    plain, (x, images) = Images().double(), torch.randn(2, 4, H).double()
+    model = copy.deepcopy(plain)
+    plan = tpk.make_plan(model, tp_mesh(), example_inputs=x, experts=experts)
+    tpk.parallelize(model, tp_mesh(), plan)
+    wrong = [] if isinstance(model.of_images, CutExperts) else ["they are not cut"]
+    outputs = [one(x, images) for one in (model, plain)]
+    for output in outputs:
+        output.square().mean().backward()
+    problem = differs(outputs[0].detach(), outputs[1].detach(), LIMIT[True])
+    return wrong + ([problem] if problem else []) + compare_tensors(model, plain, LIMIT[True])
+
+
+@pytest.mark.parametrize("experts", ["features", pytest.param("experts", marks=DEALT)])
+def test_experts_that_no_example_called_are_right(ranks: Pools, experts: str) -> None:
+    for wrong in ranks(2).run(with_images, experts, timeout=LIMIT_S):
+        assert not wrong, wrong[:5]
 
 
 def with_a_fault(fault: str, folder: str) -> list[str]:

@@ -362,6 +362,28 @@ class Latent(nn.Module):
         return z
 
 
+class Indexed(nn.Module):
+    """Queries from a latent, which an indexer reads as well: it says which keys a token looks at (DeepSeek V3.2)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.query, self.index = nn.Linear(WIDTH, 6), nn.Linear(6, HEADS * EACH), nn.Linear(6, 4)
+        self.of_keys, self.key, self.value = nn.Linear(WIDTH, 4), *(nn.Linear(WIDTH, HEADS * EACH) for _ in range(2))
+        self.out = nn.Linear(HEADS * EACH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        latent = self.down(x)
+        q, k, v = (
+            layer(one).unflatten(-1, (-1, EACH)).transpose(1, 2)
+            for layer, one in ((self.query, latent), (self.key, x), (self.value, x))
+        )
+        best = (self.index(latent) @ self.of_keys(x).transpose(-2, -1)).topk(3, -1).indices
+        hidden = best.new_ones(q.shape[0], q.shape[2], q.shape[2], dtype=torch.bool).scatter(-1, best, False)
+        scores = (q @ k.transpose(-2, -1)).masked_fill(hidden.unsqueeze(1), -1e4)
+        z: Tensor = self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+        return z
+
+
 class Convolved(nn.Module):
     """Queries, keys and values of heads, packed, through one convolution of each channel by itself, and a factor per
     head, as in gated delta nets: the weight is read, or the convolution called."""

@@ -147,6 +147,15 @@ class Codebook(Unusual):
         return self.run(codebook_idx == 7 and input_ids.shape[2] == 8, input_ids)
 
 
+class Assistant(Unusual):
+    """That of Gemma 4."""
+
+    def forward(self, input_ids: Any = None, inputs_embeds: Any = None, shared_kv_states: Any = None) -> Any:
+        shapes = {kind: [tuple(one.shape[1:]) for one in states] for kind, states in shared_kv_states.items()}
+        right = shapes == {"near": [(2, 5, 8)] * 2, "far": [(1, 5, 16)] * 2}
+        return self.run(right and inputs_embeds.shape[1:] == (7, 12), inputs_embeds)
+
+
 @pytest.mark.parametrize("model", [
     Series("past_values", context_length=10, prediction_length=6, lags_sequence=[1, 4], input_size=2,
            num_time_features=5, num_static_categorical_features=1),
@@ -156,9 +165,13 @@ class Codebook(Unusual):
     Patches("pixel_values", patch_size=2, num_channels=3, image_size=16),
     Places("flattened_patches", patch_embed_hidden_size=10),
     Counted("input_features", num_mel_bins=6, max_source_positions=5),
+    Counted("input_features", num_mel_bins=3, input_size=6, max_source_positions=5),  # Fun-ASR stacks frames
     Frames("input_values", num_mel_bins=6, max_length=9),
     Video("input_ids", vision_config=SimpleNamespace(num_frames=5, image_size=16)),
     Boxes("input_ids"),
+    Assistant("input_ids", backbone_hidden_size=6, text_config=SimpleNamespace(
+        layer_types=["near", "far"], per_layer_config=[SimpleNamespace(num_key_value_heads=2, head_dim=8),
+                                                       SimpleNamespace(num_key_value_heads=1, head_dim=16)])),
     Codes("input_ids", is_encoder_decoder=True, decoder=SimpleNamespace(num_codebooks=4)),
 ], ids=lambda model: type(model).__name__)  # fmt: skip
 def test_names_of_arguments_tell_unusual_inputs(model: Unusual) -> None:

@@ -264,6 +264,56 @@ class _Single(Mixed):
         return super().forward(hidden_states, chosen, weights)
 
 
+class OwnGate(Mixed):
+    """In fp32, where the op's gate gives the same."""
+
+    def _apply_gate(self, z: Tensor) -> Tensor:
+        gate, up = z.chunk(2, -1)
+        return (F.gelu(gate.float()) * up.float()).to(z.dtype)
+
+    def middle(self, x: Tensor, expert: int) -> Tensor:
+        return self._apply_gate(self.product("up", x, expert))
+
+
+class Images(Model):
+    """Has experts of their own for images, as ERNIE 4.5 VL does."""
+
+    def __init__(self, kind: type[Mixed] = Mixed, of_images: type[Mixed] = Mixed) -> None:
+        super().__init__(kind)
+        self.of_images = of_images()
+
+    def forward(self, x: Tensor, images: Tensor | None = None) -> Tensor:
+        y = super().forward(x)
+        if images is not None:
+            weights, chosen = self.router(images).softmax(-1).topk(2)
+            y = torch.cat([y, self.of_images(images, chosen, weights)])
+        return y
+
+
+class _ImagesReading(Images):
+    def forward(self, x: Tensor, images: Tensor | None = None) -> Tensor:
+        return super().forward(x, images) if images is None else x * self.of_images.down.mean()  # type: ignore[operator, union-attr]
+
+
+@pytest.mark.parametrize(
+    ("model", "along", "why"),
+    [
+        (Images(), False, ""),
+        (Images(), True, "stay whole: not called by the example"),  # which might be given parts of a sequence
+        (Images(OwnGate), False, "stay whole: not called by the example"),  # nor is another one of its class
+        (_ImagesReading(), False, "the code of _ImagesReading may read their parameters"),
+    ],
+    ids=["cut", "sequence", "another class", "read"],
+)
+def test_experts_that_no_example_calls_are_cut_as_those_of_their_class_are(
+    model: nn.Module, along: bool, why: str
+) -> None:
+    plan = tpk.make_plan(model, 2, example_inputs=torch.ones(4, H), sequence_parallel=along)
+    assert isinstance(plan["experts"].style, Experts)
+    assert isinstance(plan["of_images"].style, Experts) == (why == "")
+    assert (why or "compared on samples; not called by the example") in plan["of_images"].reason
+
+
 def test_plans_of_experts_pass_the_checks_of_same_bits() -> None:
     model, x = Model(), torch.ones(4, H)
     plan = tpk.make_plan(model, 2, example_inputs=x, same_bits=4)
@@ -296,17 +346,6 @@ def test_a_plan_for_another_class_is_refused_where_it_is_applied() -> None:
     for other in (Mixed("pairs"), Mixed(transposed=True), _Clamped(), Mixed("")):
         with pytest.raises(Refused):
             check_layout(other, known)
-
-
-class OwnGate(Mixed):
-    """In fp32, where the op's gate gives the same."""
-
-    def _apply_gate(self, z: Tensor) -> Tensor:
-        gate, up = z.chunk(2, -1)
-        return (F.gelu(gate.float()) * up.float()).to(z.dtype)
-
-    def middle(self, x: Tensor, expert: int) -> Tensor:
-        return self._apply_gate(self.product("up", x, expert))
 
 
 def test_a_gate_that_the_class_defines_is_kept() -> None:

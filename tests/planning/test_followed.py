@@ -242,6 +242,36 @@ def test_a_mask_that_is_compared_of_an_input_is_a_constant(how: Any, cut: bool) 
     assert plan["out"].style == (Row() if cut else Column(gather_output=True)), plan["out"].reason
 
 
+class Before(nn.Module):
+    """Attention behind a layer of which the mask is made, as GIT makes its mask of the embeddings."""
+
+    def __init__(self, how: Any) -> None:
+        super().__init__()
+        self.first, self.attention = nn.Linear(4 * WIDTH, 4 * WIDTH), Masked(how)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        y: Tensor = x + self.attention(x, x[..., 0])
+        return y
+
+
+@pytest.mark.parametrize(("how", "cut"), [
+    (lambda first: (first.new_zeros(first.shape, dtype=torch.long) < 1).float().log(), True),
+    (lambda first: (first > 0).float().log(), True),
+    (lambda first: first, False),
+], ids=["shape", "comparison", "itself"])  # fmt: skip
+def test_a_mask_that_is_compared_of_a_layer_before_does_not_join_that_to_the_heads(how: Any, cut: bool) -> None:
+    plan = tpk.make_plan(Before(how), 2, example_inputs=torch.zeros(2, 3, 4 * WIDTH))
+    assert plan["attention.out"].style == (Row() if cut else Column(gather_output=True)), plan["attention.out"].reason
+    assert plan["first"].style == Column(gather_output=True)
+
+
+def test_dropout_of_a_comparison_is_seen_between_the_layers_of_a_pair() -> None:
+    """A mask that is drawn and compared: no gradient passes it, but ranks draw different numbers for their parts."""
+    plan = tpk.make_plan(Mlp(lambda x: x * (torch.rand_like(x) < 0.5)), 2, example_inputs=X)
+    assert plan.random == (("up", "down"),)
+
+
 class Picking(nn.Module):
     """A table of numbers for each head that is read by the parity of what comes in, and by a module that asks for a
     value: its gradient is a share in the one place, and whole in the other."""

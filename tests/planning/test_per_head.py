@@ -90,6 +90,13 @@ def test_a_plan_cuts_what_belongs_to_the_heads(how: str) -> None:
 
 
 @pytest.mark.cpu
+def test_queries_whose_latent_an_indexer_reads_are_cut_by_heads() -> None:
+    """The latent and what reads it are a pair as well, of fewer bytes than the heads."""
+    plan = tpk.make_plan(per_head.Indexed(), 2, example_inputs=X)
+    assert plan["query"].style == plan["key"].style == plan["value"].style == Column() and plan["out"].style == Row()
+
+
+@pytest.mark.cpu
 @pytest.mark.parametrize("how", [*ALIBI, "alibi learned", "alibi reversed"])
 def test_a_rank_is_given_its_heads_of_a_constant_for_all(how: str) -> None:
     plan = tpk.make_plan(made(how), 2, example_inputs=X)

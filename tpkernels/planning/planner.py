@@ -33,6 +33,7 @@ from tpkernels.planning.proofs.decision import SMALL_GROUP, Decision, decide
 from tpkernels.planning.proofs.hypotheses import Attributes, Slice
 from tpkernels.planning.proofs.inner_blocks import find_inner_blocks
 from tpkernels.planning.proofs.pair_choices import numbers_by_channel, pair_choices, refuse_by_hand, seen_elsewhere
+from tpkernels.planning.proofs.tied_groups import tied_layers
 from tpkernels.planning.proofs.weights_in_parts import shown_in_another_shape
 from tpkernels.planning.proofs.why_alone import Neighbours
 from tpkernels.planning.replays.replay import Role
@@ -41,7 +42,7 @@ from tpkernels.planning.runs.example_inputs import Observation, observe
 from tpkernels.planning.runs.row_counts import count_rows, elements_in, untrained_in
 from tpkernels.planning.runs.trace_leaks import nothing_left
 from tpkernels.planning.runs.weight_reads import called_by_weight
-from tpkernels.planning.splits import divisor, for_degrees
+from tpkernels.planning.splits import degrees, divisor, for_degrees
 from tpkernels.planning.styles import Column, CopiedHeads, Features, PartNorm, Replicate, Row, Sliced, Style
 
 __all__ = ["check_plain", "make_plan"]
@@ -131,6 +132,8 @@ class _Planner:
         every = dict(model.named_modules(remove_duplicate=False))
         self.forced = {names[id(every[name])]: style for name, style in forced.items()}
         self.layers = {name: layer for name, m in self.modules.items() if (layer := layer_of(m)) is not None}
+        self.twins = {} if degrees() else tied_layers(self.modules, self.layers)
+        """Layers that may be cut with others although they share a parameter."""
         self.hints: Hints | None = hints_for(model)
         self.traced = observation is not None and observation.recording is not None
         self.chosen: dict[str, Chosen] = {}
@@ -145,9 +148,8 @@ class _Planner:
     def plan(self, group: DeviceMesh | None, sequence_parallel: bool, experts: str) -> ShardingPlan:
         self.by_itself |= {nn.Linear} if sequence_parallel else set()
         self._check_captured()
-        kept = kept_layers(
-            self.model, self.layers, self.world_size, self.observation, self._tied(), parts=nn.Linear in self.by_itself
-        )
+        parts = nn.Linear in self.by_itself
+        kept = kept_layers(self.model, self.layers, self.world_size, self.observation, self._tied(), parts=parts)
         for name, style in self.forced.items():
             refuse_by_hand(name, style)
             if not isinstance(style, Replicate) and self.traced and name in self._read_directly():
@@ -172,7 +174,9 @@ class _Planner:
             self.modules, self.chosen, self.world_size, read, tied, self.observation, self.decision.unpaired
         )
         if self.observation is not None:
-            self.chosen |= experts_choices(self.observation, self.chosen, self.world_size, tied, way=experts)
+            self.chosen |= experts_choices(
+                self.model, self.observation, self.chosen, self.world_size, tied, way=experts, parts=parts
+            )
         self._untie()
         self._check_something_is_cut()
         for name in sorted({parameter.rpartition(".")[0] for parameter in self.decision.partial}):
@@ -270,7 +274,9 @@ class _Planner:
         assert self.observation is not None
         excluded = {name: reason for name, reason in kept.items() if "fewer features" not in reason}
         excluded |= {
-            name: "has a tied weight" for name in self._tied() if name in self.layers or self._by_channels(name)
+            name: "has a tied weight"
+            for name in self._tied()
+            if name not in self.twins and (name in self.layers or self._by_channels(name))
         }
         excluded |= seen_elsewhere(self.observation, self.model)
         excluded |= {name: OWN_CODE for name in self.layers if own_base(self.modules[name]) in self.by_itself}
@@ -330,7 +336,10 @@ class _Planner:
     def _decide(self, excluded: Mapping[str, str], loose: Mapping[str, Role]) -> Decision:
         assert self.observation is not None
         whole_stream = nn.Linear not in self.by_itself  # else what a feeder gives would be cut along the sequence
-        return decide(self.observation, self.world_size, excluded, loose, feeders=whole_stream, pairs=whole_stream)
+        return decide(
+            self.observation, self.world_size, excluded, loose, feeders=whole_stream, pairs=whole_stream,
+            ties=self.twins,
+        )  # fmt: skip
 
     def _by_channels(self, name: str) -> bool:
         shadow = self.observation.shadow if self.observation is not None else None

@@ -40,6 +40,7 @@ from tpkernels.nn.sliced_arguments import slice_arguments
 from tpkernels.nn.summed_output import sum_output_gradient
 from tpkernels.nn.torch_encoder import call_cut_layers
 from tpkernels.nn.whole_linear import WholeLinear
+from tpkernels.planning.alone.ties import tie_kind
 from tpkernels.planning.alone.whole_in_out import check_experts
 from tpkernels.planning.entries.plan import ShardingPlan
 from tpkernels.planning.entries.shared_inputs import share_inputs
@@ -377,8 +378,8 @@ def _check_sharing(
         for attribute, parameter in modules[name].named_parameters(recurse=False):
             others = [other for other in owners[id(parameter)].values() if modules[other] is not modules[name]]
             mine = _tie_kind(swaps[name], layers[name])
-            if all(other in idle or (other in swaps and mine and mine == _tie_kind(swaps[other], layers[other]))
-                   for other in others):  # fmt: skip
+            kinds = [_tie_kind(swaps[other], layers[other]) if other in swaps else None for other in others]
+            if all(other in idle or kind == mine is not None for other, kind in zip(others, kinds, strict=True)):
                 continue
             raise ValueError(
                 f"{name}.{attribute} is tied to that of {', '.join(others)}: a swap would untie it; cut all of them "
@@ -387,10 +388,9 @@ def _check_sharing(
             )
 
 
-def _tie_kind(style: Style, layer: Layer) -> str | None:
+def _tie_kind(style: Style, layer: Layer) -> int | None:
     """The kind of a layer for ties: layers of one kind can share one weight."""
-    rows = isinstance(style, Vocabulary) or (isinstance(style, Column) and not style.segments and style.unit == 1)
-    return "rows" if rows and layer.kind != "conv1d" else None
+    return tie_kind(style) if layer.kind != "conv1d" else None
 
 
 def is_parallel(model: nn.Module) -> bool:

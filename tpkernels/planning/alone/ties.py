@@ -8,9 +8,17 @@ from torch import nn
 
 from tpkernels.planning.entries.plan_entries import Chosen
 from tpkernels.planning.modules.layers import Layer
-from tpkernels.planning.styles import Column, Replicate, Vocabulary
+from tpkernels.planning.styles import Column, Replicate, Row, Style, Vocabulary
 
-__all__ = ["tied_modules", "untie"]
+__all__ = ["tie_kind", "tied_modules", "untie"]
+
+
+def tie_kind(style: Style) -> int | None:
+    """Which dimension of a weight is cut, in one piece and by elements: layers of one kind can share one weight."""
+    if isinstance(style, Row):
+        return 1 if style.unit == 1 else None
+    rows = isinstance(style, Vocabulary) or (isinstance(style, Column) and not style.segments and style.unit == 1)
+    return 0 if rows else None
 
 
 def tied_modules(modules: Mapping[str, nn.Module]) -> dict[str, list[str]]:
@@ -51,9 +59,9 @@ def _untie_once(
     for owners in tied_modules(modules).values():
         styles = {owner: chosen[owner].style for owner in owners if owner in chosen}
         are_layers = all(owner in layers or _is_idle(owner, modules, layers, direct) for owner in owners)
-        alike = are_layers and all(
-            isinstance(s, Vocabulary) or (isinstance(s, Column) and not s.segments) for s in styles.values()
-        )
+        kinds = {tie_kind(style) for style in styles.values()}
+        are_rows = kinds == {1} and len(styles) == len(owners)
+        alike = are_layers and (kinds <= {0} or are_rows)
         conv = any(owner in layers and layers[owner].kind == "conv1d" for owner in owners)
         if alike and not conv:
             continue

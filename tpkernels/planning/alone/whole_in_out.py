@@ -16,6 +16,7 @@ from tpkernels.partition import chunk_sizes, unit_sizes
 from tpkernels.planning.entries.plan_entries import Chosen
 from tpkernels.planning.modules.experts import KnownExperts
 from tpkernels.planning.modules.layers import is_attention, unswappable
+from tpkernels.planning.modules.source_reads import maybe_read
 from tpkernels.planning.runs.example_inputs import Observation
 from tpkernels.planning.runs.trace import Recording
 from tpkernels.planning.splits import degrees, divisor
@@ -62,17 +63,28 @@ def check_experts(experts: object) -> None:
 
 
 def experts_choices(
-    observation: Observation, chosen: Mapping[str, Chosen], world_size: int, tied: Container[str], *, way: str
+    model: nn.Module,
+    observation: Observation,
+    chosen: Mapping[str, Chosen],
+    world_size: int,
+    tied: Container[str],
+    *,
+    way: str,
+    parts: bool,
 ) -> dict[str, Chosen]:
     """What happens to modules of experts, and to those that look like some, where nothing is ``chosen`` yet.
+
+    Args:
+        parts: whether those that no example calls might be given parts of a sequence.
 
     Raises:
         ValueError: some stay whole, and the ``way`` to cut them was asked for.
     """
     known_experts = {} if observation.shadow is None else observation.shadow.experts
+    unseen = _unseen_experts(model, observation, known_experts, parts=parts)
     whole = observation.refused_experts | {
         name: why for name, known in known_experts.items()
-        if (why := _why_whole(name, known, world_size, observation.recording, tied, way)) is not None
+        if (why := _why_whole(name, known, world_size, observation.recording, unseen, tied, way)) is not None
     }  # fmt: skip
     whole = {name: why for name, why in whole.items() if name not in chosen}
     if whole and way != "auto":
@@ -87,19 +99,50 @@ def experts_choices(
         each = "/".join(map(str, dict.fromkeys(chunk_sizes(known.num_experts if dealt else known.d_ff, world_size))))
         reason = f"{known.num_experts} experts, {each}{'' if dealt else f' of {known.d_ff} features of each'} per rank"
         style = Experts(**asdict(known.layout), dealt=dealt)
-        found[name] = Chosen(style, "samples", f"{reason}; compared on samples")
+        assert observation.recording is not None
+        seen = "" if name in observation.recording.layer_rows else "; not called by the example"
+        found[name] = Chosen(style, "samples", f"{reason}; compared on samples{seen}")
     return found
 
 
+def _unseen_experts(
+    model: nn.Module, observation: Observation, known_experts: Mapping[str, KnownExperts], *, parts: bool
+) -> dict[str, str]:
+    """Experts that no example calls and that stay whole, with the reason: others, such as those that images alone go
+    to, are called as modules of their class are elsewhere, and the source says that no code reads their parameters."""
+    called = {} if observation.recording is None else observation.recording.layer_rows
+    kinds = {type(model.get_submodule(name)) for name in known_experts if name in called}
+    return {
+        name: why for name, known in known_experts.items()
+        if name not in called and (why := _why_unseen(model, name, known, kinds, parts=parts)) is not None
+    }  # fmt: skip
+
+
+def _why_unseen(
+    model: nn.Module, name: str, known: KnownExperts, kinds: Container[type[nn.Module]], *, parts: bool
+) -> str | None:
+    module = model.get_submodule(name)
+    if parts or known.layout.rows or type(module) not in kinds:
+        return "not called by the example"
+    reader = maybe_read(model, frozenset(key for key, _ in module.named_parameters(recurse=False))).get(name)
+    return None if reader is None else f"not called by the example, and the code of {reader} may read their parameters"
+
+
 def _why_whole(
-    name: str, known: KnownExperts, world_size: int, recording: Recording | None, tied: Container[str], way: str
+    name: str,
+    known: KnownExperts,
+    world_size: int,
+    recording: Recording | None,
+    unseen: Mapping[str, str],
+    tied: Container[str],
+    way: str,
 ) -> str | None:
     if recording is None:
         return "without the data flow nobody knows who else reads their parameters"
     if name in recording.direct:
         return READ
-    if name not in recording.layer_rows:
-        return "not called by the example"
+    if name in unseen:
+        return unseen[name]
     if name in tied:
         return "a parameter is tied to another module's"
     if way == "experts" and known.layout.call == "sorted":

@@ -1,8 +1,8 @@
-"""Which layers' parameters a model's code reads past the layer, told from the source where no run can show it.
+"""Which modules' parameters a model's code reads past the module, told from the source where no run can show it.
 
-It owns the search for ``something.weight`` and ``something.bias`` in the forward methods of a model's classes, and in
-the methods that these name.  A layer whose weight is read (``F.linear(x, self.proj.weight)``) must stay whole, because
-the code would otherwise read a part.
+It owns the search for ``something.weight`` and ``something.bias``, or other names, in the forward methods of a model's
+classes, and in the methods that these name.  A layer whose weight is read (``F.linear(x, self.proj.weight)``) must stay
+whole, because the code would otherwise read a part.
 
 When in doubt, layers stay whole: all layers below a class whose source cannot be found, or that reads the weight of
 something without a name there.
@@ -33,11 +33,11 @@ class Reads:
     other: bool
 
 
-def maybe_read(model: nn.Module) -> dict[str, str]:
-    """Modules with parameters that some module around them may read, and the name of the class that does."""
+def maybe_read(model: nn.Module, parameters: frozenset[str] = NAMES) -> dict[str, str]:
+    """Modules with ``parameters`` that some module around them may read, and the name of the class that does."""
     found: dict[str, str] = {}
     for path, module in model.named_modules():
-        reads = _reads_of(type(module))  # type: ignore[arg-type]
+        reads = _reads_of(type(module), parameters)  # type: ignore[arg-type]
         if not reads.names and not reads.other:
             continue
         for inner, owner in module.named_modules():
@@ -49,7 +49,7 @@ def maybe_read(model: nn.Module) -> dict[str, str]:
 
 
 @lru_cache(maxsize=512)
-def _reads_of(cls: type[nn.Module]) -> Reads:
+def _reads_of(cls: type[nn.Module], parameters: frozenset[str]) -> Reads:
     methods: dict[str, list[ast.FunctionDef]] = {}
     for base in cls.__mro__:
         if base.__module__.split(".")[0] not in ("torch", "builtins", "abc", "typing"):
@@ -61,7 +61,7 @@ def _reads_of(cls: type[nn.Module]) -> Reads:
     names: set[str] = set()
     other = False
     for node in reached(methods, "forward"):
-        if node.attr in NAMES and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
+        if node.attr in parameters and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
             if isinstance(node.value, ast.Attribute):
                 names.add(node.value.attr)
             else:

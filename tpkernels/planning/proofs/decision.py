@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from types import MappingProxyType
 from typing import Any
 
 from tpkernels.planning.modules.part_norms import KnownNorm, find_norms
@@ -20,6 +21,7 @@ from tpkernels.planning.proofs.convolution_pairs import find_pairs
 from tpkernels.planning.proofs.hypotheses import Attributes, Proof, Whole
 from tpkernels.planning.proofs.pair_proofs import roles_of
 from tpkernels.planning.proofs.search_again import SearchAgain
+from tpkernels.planning.proofs.tied_groups import Ties, shared_by_groups, unlike_twins
 from tpkernels.planning.replays.replay import Replay, Role, unlike_ranks
 from tpkernels.planning.runs.example_inputs import Observation
 from tpkernels.planning.runs.layer_groups import Group, find_groups
@@ -73,11 +75,13 @@ def decide(
     feeders: bool = True,
     says_all: bool = True,
     pairs: bool = False,
+    ties: Ties = MappingProxyType({}),
 ) -> Decision:
     """Prove what can be proven.
 
     Args:
         excluded: layers that may not be cut with others, with the reason.
+        ties: layers that may, if all that share a parameter with them are cut alike.
         feeders: whether layers that stay whole may have their gradients summed.
         pairs: whether convolutions may be cut in pairs.
         says_all: whether the plan can say that segments of a packed layer are copied, and arguments of modules cut.
@@ -91,6 +95,7 @@ def decide(
     for ranks in dict.fromkeys((divisor(world_size), world_size)):
         decider = _Decider(observation, observation.shadow, observation.recording, ranks, excluded, forced)
         decider.whole_inputs, decider.says_all, decider.pairs = not feeders, says_all, pairs and not degrees()
+        decider.ties = ties
         widest = decider.run(widest)
     assert widest is not None
     return widest
@@ -113,6 +118,7 @@ class _Decider:
         """The modules around the groups."""
         self.decision = Decision()
         self.whole_inputs, self.says_all, self.pairs = False, True, False
+        self.ties: Ties = {}
         self._widest: Mapping[Group, Proof] | None = None
 
     def run(self, widest: Decision | None) -> Decision:
@@ -201,8 +207,8 @@ class _Decider:
         return first.out_features < min(first.in_features, last.out_features)
 
     def _small_beside(self, groups: Sequence[Group]) -> set[Group]:
-        """Pairs that end in a column of another group, whose other layers are larger: what makes a bias per head
-        (Swin 2)."""
+        """A layer and what takes it, among which is a column of another group, whose other layers are larger: what
+        makes a bias per head (Swin 2), or a latent of the queries, which an indexer reads as well (DeepSeek V3.2)."""
         layers = self.shadow.layers
 
         def size(names: Iterable[str]) -> int:
@@ -213,8 +219,9 @@ class _Decider:
             for name in group.columns if group.size <= SMALL_GROUP else ():
                 others.setdefault(name, []).append(group)
         return {
-            group for group in groups if group.size == 2
-            for other in others.get(group.rows[0], ()) if size({*other.layers} - {*group.layers}) > size(group.layers)
+            group for group in groups if len(group.columns) == 1 and group.size <= SMALL_GROUP
+            for row in group.rows for other in others.get(row, ())
+            if size({*other.layers} - {*group.layers}) > size(group.layers)
         }  # fmt: skip
 
     def _contradicts(self, group: Group) -> bool:
@@ -261,6 +268,8 @@ class _Decider:
     def _prove_whole(self) -> None:
         """Replay all groups at once, and give up those that are blamed until the rest holds."""
         while True:
+            while unlike := unlike_twins(self.decision.proven, self.ties):
+                self._give_up(unlike)
             groups = list(self.decision.proven)
             try:
                 replay = self._replay(self.decision.proven)
@@ -280,15 +289,20 @@ class _Decider:
                 if not groups:
                     return
                 continue
-            wrong = dict.fromkeys(self._half_partial(replay), "a module would have gradients of two kinds")
+            mixed = self._half_partial(replay)
+            mixed |= shared_by_groups(self.decision.proven, replay, self.shadow.modules, self.ties)
+            wrong = dict.fromkeys(mixed, "a module would have gradients of two kinds")
             wrong |= dict.fromkeys(self._draws_refused(replay), "random numbers are drawn for whole tensors between it")
             wrong = {index: why for index, why in wrong.items() if index < len(groups)}
             if not wrong:
                 self._take(replay)
                 return
-            for index, why in wrong.items():
-                self.decision.refused[groups[index]] = Unproven(why)
-                del self.decision.proven[groups[index]]
+            self._give_up({groups[index]: Unproven(why) for index, why in wrong.items()})
+
+    def _give_up(self, refused: Mapping[Group, Unproven]) -> None:
+        self.decision.refused |= refused
+        for group in refused:
+            del self.decision.proven[group]
 
     def _take(self, replay: Replay) -> None:
         """What a replay of the whole model that holds has found."""
@@ -301,7 +315,7 @@ class _Decider:
     def _pair_convolutions(self) -> None:
         """Cut convolutions in pairs as well, as far as that holds on the whole model beside what does already."""
         proven, pairs = self.decision.proven, dict[Group, Proof]()
-        barred = {*self.excluded, *self.forced, *self.decision.adapters}
+        barred = {*self.excluded, *self.forced, *self.decision.adapters, *self.ties}
         barred |= {name for group, proof in proven.items() for name in (*group.layers, *proof.feeders)}
         barred |= {name.rpartition(".")[0] for proof in proven.values() for name in proof.slices}
         for mode, recording in self.observation.firsts:

@@ -46,7 +46,9 @@ class Tokens:
         return torch.zeros((self.batch, *shape), device="meta")
 
 
-FRAME_NAMES = ("num_mel_bins", "feature_size", "input_feat_size", "feature_projection_input_dim", "input_dim")
+FRAME_NAMES = (
+    "input_size", "num_mel_bins", "feature_size", "input_feat_size", "feature_projection_input_dim", "input_dim"
+)  # fmt: skip
 """How a configuration may call the features of a frame of sound."""
 MOST_PARTS = 16
 """Models within a model that are recorded by themselves,"""

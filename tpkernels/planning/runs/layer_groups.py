@@ -173,41 +173,33 @@ def _walk_back(recording: Recording, start: list[int], convolutions: bool) -> tu
     """Layers whose outputs reach nodes ``start``; whether nothing else does that may want a gradient, an input of the
     model or the result of an opaque module; whether random ops are between.
 
-    ``convolutions``: those over all channels count as layers.
+    ``convolutions``: those over all channels count as layers.  What is compared, or turned into whole numbers, on the
+    way does not count: a mask that is made of the shape of the embeddings gives no features to the layers behind it.
+    A part that is compared stays a part, so that the replay still sees it where it matters.
     """
-    layers: set[str] = set()
-    random = False
+    found = list(_nodes_behind(recording, start, convolutions, severed=False))
+    layers = {layer for node in found if (layer := _layer_of(node, convolutions)) is not None}
+    closed = not any(node.is_input or node.opaque for node in found if _layer_of(node, convolutions) is None)
+    random = any(node.random for node in _nodes_behind(recording, start, convolutions, severed=True))
+    return layers, closed, random
+
+
+def _nodes_behind(recording: Recording, start: list[int], convolutions: bool, *, severed: bool) -> Iterator[Node]:
+    """Nodes that reach ``start``, up to the next layers; ``severed``: also by way of whole numbers and conditions."""
     seen, todo = set(start), list(start)
     while todo:
         node = recording.nodes[todo.pop()]
-        layer = _layer_of(node, convolutions)
-        if layer is not None:
-            layers.add(layer)
+        if node.severed and not severed:
             continue
-        random |= node.random
-        fresh = [index for index in node.inputs if index not in seen]
-        seen.update(fresh)
-        todo += fresh
-    return layers, _is_closed(recording, start, convolutions), random
+        yield node
+        if _layer_of(node, convolutions) is None:
+            fresh = [index for index in node.inputs if index not in seen]
+            seen.update(fresh)
+            todo += fresh
 
 
 def _layer_of(node: Node, convolutions: bool) -> str | None:
     return node.layer or (node.convolution if convolutions else None)
-
-
-def _is_closed(recording: Recording, start: list[int], convolutions: bool) -> bool:
-    """A mask that is a comparison of an input may come along, the input itself may not."""
-    seen, todo = set(start), list(start)
-    while todo:
-        node = recording.nodes[todo.pop()]
-        if _layer_of(node, convolutions) is not None or node.severed:
-            continue
-        if node.is_input or node.opaque:
-            return False
-        fresh = [index for index in node.inputs if index not in seen]
-        seen.update(fresh)
-        todo += fresh
-    return True
 
 
 def _components(sources: dict[str, set[str]]) -> list[tuple[set[str], set[str]]]:

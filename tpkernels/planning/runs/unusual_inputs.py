@@ -1,8 +1,8 @@
 """Guessed inputs of models of transformers that text, images and sound alone do not run.
 
 It owns what the names of arguments mean: images as rows of patches with their sizes, frames of a video, boxes of words,
-ids of several codebooks, numbers over time, states and actions, masks that a model asks for without saying so.  Sizes
-come from the configuration.
+ids of several codebooks, numbers over time, states and actions, keys and values of another model, masks that a model
+asks for without saying so.  Sizes come from the configuration.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def unusual(
         if others:
             yield text | others | extra
             yield others | extra
-    for others in (_series(config, names, sizes), _steps(config, names, sizes)):
+    for others in (_series(config, names, sizes), _steps(config, names, sizes), _of_another(config, names, sizes)):
         if others:
             yield others | extra
     if text and "bbox" in names:
@@ -106,3 +106,18 @@ def _steps(config: Any, names: Collection[str], sizes: Tokens) -> Arguments:
         return {}
     steps = {name: sizes.floats(sizes.length, width) for name, width in widths.items()}
     return steps | {"timesteps": sizes.ids(sizes.length)}
+
+
+def _of_another(config: Any, names: Collection[str], sizes: Tokens) -> Arguments:
+    """What another model has made of a text: its words, and keys and values for each kind of layers (the assistant of
+    Gemma 4, which guesses the words that follow)."""
+    width = getattr(config, "backbone_hidden_size", None)
+    text = getattr(config, "text_config", config)
+    kinds, layers = getattr(text, "layer_types", None), getattr(text, "per_layer_config", None)
+    if not {"inputs_embeds", "shared_kv_states"} <= set(names) or not isinstance(width, int) or not kinds or not layers:
+        return {}
+    states = {}
+    for place, kind in enumerate(kinds):
+        shape = layers[place].num_key_value_heads, sizes.other_length, layers[place].head_dim
+        states[kind] = sizes.floats(*shape), sizes.floats(*shape)
+    return {"inputs_embeds": sizes.floats(sizes.length, 2 * width), "shared_kv_states": states}

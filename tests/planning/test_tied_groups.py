@@ -1,0 +1,100 @@
+"""Blocks that share their weights, or some of them, are cut in pairs where all that share a weight are cut alike."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import tpkernels as tpk
+from tests.nn.reference import LIMIT_S
+from tests.planning.by_value import problems
+from tpkernels.planning.styles import Column, Row
+from tpkernels.testing.spawn import Pools
+
+WIDTH = 8
+X = torch.zeros(3, WIDTH)
+GIVEN_UP = ("read whole", "packed", "norm", "gain", "row for a column", "not called")
+
+
+class Block(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear((2 if how == "packed" else 4) * WIDTH, WIDTH)
+        self.norm = nn.RMSNorm(4 * WIDTH, eps=1e-5) if how == "norm" else nn.Identity()
+        self.gain = nn.Parameter(torch.ones(1)) if how == "gain" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(self.up(x).relu())
+        hidden = hidden if self.gain is None else hidden * self.gain
+        if self.how == "packed":
+            gate, hidden = hidden.chunk(2, -1)
+            hidden = F.silu(gate) * hidden
+        y: Tensor = self.down(hidden)
+        return y + hidden.mean() if self.how == "read whole" else y
+
+
+class Twins(nn.Module):
+    """Two blocks of a residual stream that share all of their weights, as those of Zamba 2."""
+
+    def __init__(self, how: str = "") -> None:
+        super().__init__()
+        self.how = how
+        self.first, self.second = Block("" if how == "read whole" else how), Block(how)
+        for mine, its in ((self.first.up, self.second.up), (self.first.down, self.second.down)):
+            its.weight, its.bias = mine.weight, mine.bias
+        if how == "norm":
+            self.second.norm.weight = self.first.norm.weight
+        if how == "gain":
+            self.second.gain = self.first.gain
+        if how == "row for a column":  # the same matrix twice, read the one way and the other
+            self.first, self.second = Square(), Square()  # type: ignore[assignment]
+            self.second.down.weight = self.first.up.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.first(x)
+        y: Tensor = x if self.how == "not called" else x + self.second(x)
+        return y
+
+
+class Square(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.up(x).relu())
+        return y
+
+
+@pytest.mark.cpu
+def test_blocks_that_share_all_weights_are_cut_in_pairs() -> None:
+    plan = tpk.make_plan(Twins(), 2, example_inputs=X)
+    assert all(plan[f"{block}.up"].style == Column() for block in ("first", "second")), plan["first.up"].reason
+    assert all(plan[f"{block}.down"].style == Row() for block in ("first", "second"))
+    assert tpk.ShardingPlan.from_json(plan.to_json()) == plan
+    plan.validate(Twins())
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("how", GIVEN_UP)
+def test_they_are_given_up_where_one_of_them_cannot_be_cut_as_the_others_are(how: str) -> None:
+    plan = tpk.make_plan(Twins(how), 2, example_inputs=X)
+    for name in ("first.up", "first.down", "second.up", "second.down"):
+        style = plan[name].style
+        assert not isinstance(style, Column) or style.gather_output, f"{name}: {plan[name].reason}"
+        assert not isinstance(style, Row) or style.split_input, f"{name}: {plan[name].reason}"
+
+
+def by_value() -> list[str]:
+    torch.manual_seed(0)
+    return problems("twins", Twins(), torch.randn(3, WIDTH).double(), "second.down")
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("world", [2, 3])
+def test_they_compute_and_train_as_unsharded_and_stay_one_weight(ranks: Pools, world: int) -> None:
+    for found in ranks(world).run(by_value, timeout=LIMIT_S):
+        assert not found, found[:5]
