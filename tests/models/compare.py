@@ -16,6 +16,7 @@ import tpkernels as tpk
 from tests.models import zoo
 from tests.nn.reference import part_of, tp_mesh
 from tpkernels.nn.cut_experts import CutExperts
+from tpkernels.nn.paired_convolution import takes_channels
 from tpkernels.nn.parallel_linear import ParallelLinear
 
 LIMIT = {False: 1e-11, True: 1e-6}
@@ -45,14 +46,16 @@ def parts_of(model: nn.Module, name: str) -> list[DTensor]:
         key = key.removeprefix("in_proj_")
         names = [f"{owner}.{part}.{key}" for part in ("query", "key", "value")]
         found = [parameters[part] for part in names if part in parameters]
-    return found or [parameters[f"{owner}.{part}"] for part in _experts_packed(model, name)[1]]
+    return found or [parameters[f"{owner}.{part}"] for part in _packed(model, name)[1]]
 
 
-def _experts_packed(model: nn.Module, name: str) -> tuple[int, tuple[str, ...]]:
-    """Along which dimension which parameters of experts make up the plain model's."""
+def _packed(model: nn.Module, name: str) -> tuple[int, tuple[str, ...]]:
+    """Along which dimension which parameters of experts, or of a convolution that takes parts of several segments, make
+    up the plain model's."""
     owner, _, key = name.rpartition(".")
     module: Any = model.get_submodule(owner)
-    return module.packed_parameters()[key] if isinstance(module, CutExperts) else (0, ())
+    told = module.packed_parameters() if isinstance(module, CutExperts) or takes_channels(module) else {}
+    return told.get(key, (0, ()))
 
 
 Piece = tuple[DTensor, Callable[[Tensor], Tensor]]
@@ -63,7 +66,7 @@ def pieces_of(model: nn.Module, name: str, whole: Tensor) -> list[Piece]:
     found = parts_of(model, name)
     dim, start = 0, 0
     if len(found) > 1 and whole.dim() > 2:
-        dim = _experts_packed(model, name)[0]
+        dim = _packed(model, name)[0]
     elif len(found) > 1 and whole.dim() > 1:
         dim = 0 if found[0].shape[-1] == whole.shape[1] else 1
     pieces: list[Piece] = []

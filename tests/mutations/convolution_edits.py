@@ -9,6 +9,7 @@ __all__ = ["CONVOLUTIONS"]
 PAIRS = "tests/planning/test_convolution_pairs.py"
 CUT, VALUES = f"{PAIRS} -k gives_its_channels", f"{PAIRS} -k values"
 WHOLE = f"{PAIRS} -k only_looks"
+SCATTERS = f"{PAIRS} -k scatters"
 MERGED = "tests/integrations/transformers/test_peft.py -k on_convolutions_merge"
 
 CONVOLUTIONS = (
@@ -27,8 +28,25 @@ CONVOLUTIONS = (
     Edit("planning/replays/channel_steps.py", "told or degrees()", "told", f"{PAIRS} -k same_bits"),
     Edit("planning/replays/channel_steps.py", "self._whole_channels.add(name)\n        if name", "if name", WHOLE),
     Edit("planning/replays/channel_steps.py", "self._whole_channels.add(name)\n            return", "return", WHOLE),
-    Edit("planning/replays/channel_steps.py", "if split != role.split(1):", "if False:", WHOLE),
-    Edit("planning/proofs/convolution_pairs.py", "if saved[group] < 0:", "if False:", f"{PAIRS} -k never_more"),
+    Edit("planning/replays/channel_steps.py", "if split != taken.split(1):", "if False:", WHOLE),
+    Edit("planning/proofs/convolution_pairs.py", "if added[best] > 0:", "if False:", f"{PAIRS} -k never_more"),
+    Edit("planning/proofs/convolution_pairs.py", " or len(segments) > 1:", ":", CUT),
+    Edit(
+        "planning/proofs/convolution_pairs.py", "takes=n in takes or n in group.rows", "takes=n in group.rows", SCATTERS
+    ),
+    Edit("planning/proofs/pair_proofs.py", "replace(column, taken=row)", "column", CUT),
+    Edit("planning/entries/convolution_entries.py", "1 + wanted", "2", SCATTERS),
+    Edit("nn/paired_convolution.py", "0 if outputs else None", "None if outputs else None", SCATTERS),
+    Edit(
+        "nn/paired_convolution.py", '{"weight": 1 - channel_dims(module)["weight"]})', "channel_dims(module))", VALUES
+    ),
+    Edit("nn/paired_convolution.py", "told(b, 0, (b.shape[0],), 0, 0)", "del told", VALUES),
+    Edit("nn/paired_convolution.py", "copy_fresh(self, fresh, mesh_of(weight))", "del fresh", VALUES),
+    Edit("planning/entries/plan_entries.py", 'and style.taken and name == "bias"', "and False", CUT),
+    Edit("planning/proofs/pair_proofs.py", "() if name in inner else _cuts_of", "_cuts_of", WHOLE),
+    Edit("planning/replays/channel_steps.py", "error.taken = name, split.segments", "pass", CUT),
+    Edit("sharding/followed_calls.py", "sizes=segments_taken(module)", "sizes=()", VALUES),
+    Edit("nn/paired_convolution.py", "dim=channels, shard_sizes=", "dim=0, shard_sizes=", VALUES),
     Edit("planning/proofs/convolution_pairs.py", "if name in recording.direct or name", "if name", WHOLE),
     Edit("planning/proofs/decision.py", "self.decision.by_channel = set(replay.cut_channels)", "pass", CUT),
     Edit("planning/proofs/decision.py", "pairs and not degrees()", "pairs", f"{PAIRS} -k same_bits"),

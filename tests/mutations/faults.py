@@ -287,7 +287,7 @@ def _planner() -> dict[str, Fault]:
         "a row takes any layout": lambda: _patched((replay.Replay, "layer_called", _row_input_unchecked())),
         "a column takes a part": lambda: _patched((replay.Replay, "layer_called", _whole_input_unchecked())),
         "half of a module may be partial": lambda: _patched(
-            (decision._Decider, "_half_partial", lambda self, replay: set())
+            (decision, "half_partial", lambda replay, modules: {})
         ),
         "gradients of partial parameters are not planned": lambda: _patched(
             (decision._Decider, "run", _without_partial())

@@ -127,8 +127,8 @@ PLANNER = (
         f"{HEADS} -k drawn_alike",
     ),
     Edit(
-        "planning/proofs/decision.py",
-        "if degrees() or not self.says_all else",
+        "planning/proofs/replay_checks.py",
+        "if degrees() or not says_all else",
         "if False else",
         f"{HEADS} -k drawn_alike",
     ),

@@ -23,6 +23,47 @@ class Residual(nn.Module):
         return y if self.last is None else self.last(y)
 
 
+class Shortcut(Residual):
+    """A block of ResNet that begins a stage: it adds other channels of what it takes."""
+
+    def __init__(self, beside: nn.Module, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.beside = beside
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = (self.beside(x) + self.layers(x)).relu()
+        return y
+
+
+class Dense(nn.Module):
+    """A block of HGNet: a convolution takes what all before it give, and what goes in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.joined, self.last = conv(3, 7), conv(17, 7), conv(7, 4)
+        self.layers = nn.ModuleList([conv(7, 5), nn.Sequential(conv(5, 5, 1), conv(5, 5, groups=5))])
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = [self.stem(x).relu()]
+        for layer in self.layers:
+            given.append(layer(given[-1]).relu())
+        y: Tensor = self.last(self.joined(torch.cat(given, 1)).relu())
+        return y
+
+
+class GatedStream(nn.Module):
+    """What goes into the stream is made of halves, which nobody can scatter in one piece."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.inner, self.last = conv(3, 8), conv(8, 16), conv(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        y: Tensor = self.last(x + nn.functional.glu(self.inner(x), 1))
+        return y
+
+
 class Squeezed(nn.Module):
     """A block of EfficientNet: each channel is multiplied by what is made of the means of all."""
 
@@ -99,16 +140,18 @@ class Taken(nn.Module):
 
 
 class OtherGates(nn.Module):
-    """Of the gates a rank would have its part of each half, and of the values in one piece: as many, but others."""
+    """Of the gates a rank would have its part of each half, and of the values in one piece, as a norm of all of them
+    wants them: as many, but others.  Without the norm a rank has its part of each half of both."""
 
-    def __init__(self) -> None:
+    def __init__(self, norm: nn.Module) -> None:
         super().__init__()
-        self.values, self.gates, self.gated, self.added = conv(3, 8), conv(3, 8), conv(8, 4), conv(4, 4)
+        self.norm = norm
+        self.values, self.gates, self.gated, self.added = conv(3, 12), conv(3, 12), conv(12, 4), conv(6, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         gates = self.gates(x)
         first, second = gates.chunk(2, 1)
-        gated = self.gated(nn.functional.glu(torch.cat((self.values(x), gates), 1), 1))
+        gated = self.gated(self.norm(nn.functional.glu(torch.cat((self.values(x), gates), 1), 1)))
         y: Tensor = gated + self.added(first + second)
         return y
 
@@ -176,6 +219,17 @@ def bottleneck() -> nn.Module:
     return Residual(*layers, conv(7, 14, 1), nn.BatchNorm2d(14), last=nn.MaxPool2d(2))
 
 
+def stream() -> nn.Module:
+    """Of bottlenecks whose last convolutions are much wider than the first: it is cut, and so is what is in them."""
+
+    def layers(last: int, norm: nn.Module) -> list[nn.Module]:
+        first = conv(23, 5, 1, bias=False), nn.BatchNorm2d(5), nn.ReLU()
+        return [*first, conv(5, 5), norm, nn.ReLU(), conv(5, last, 1), nn.BatchNorm2d(last)]
+
+    blocks = Residual(*layers(23, Frozen(5))), Shortcut(conv(23, 26, 1), *layers(26, nn.BatchNorm2d(5)))
+    return nn.Sequential(conv(3, 23), nn.BatchNorm2d(23), *blocks, conv(26, 3, 1))
+
+
 def grouped() -> nn.Module:
     """Whole groups on two ranks and on three."""
     between = [
@@ -230,9 +284,12 @@ def wide() -> nn.Module:
 
 
 CUT: dict[str, Callable[[], nn.Module]] = {
-    "two": two, "basic": basic, "bottleneck": bottleneck, "squeezed": Squeezed, "grouped": grouped,
+    "two": two, "basic": basic, "bottleneck": bottleneck, "stream": stream, "dense": Dense, "squeezed": Squeezed,
+    "grouped": grouped,
+    "gated behind another": lambda: nn.Sequential(conv(3, 11), nn.ReLU(), conv(11, 6), nn.GLU(1), conv(3, 4)),
     "transposed": transposed, "one dimension": one_dimension, "three dimensions": three_dimensions, "head": head,
     "conformer": conformer, "layer norm": lambda: nn.Sequential(nn.Flatten(2), Conformer(6, nn.LayerNorm(6))),
+    "halves of both": lambda: OtherGates(nn.ReLU()),
     "frozen": lambda: nn.Sequential(conv(3, 7), Frozen(7), nn.ReLU(), conv(7, 4)),
     "snake": snake, "in three": Taken,
     "gated rows": lambda: nn.Sequential(conv(3, 7), nn.GLU(2), conv(7, 4)),
@@ -252,7 +309,8 @@ WHOLE: dict[str, Callable[[], nn.Module]] = {
     "turned": lambda: nn.Sequential(conv(3, 8), Turned(pool=False), conv(8, 4)),
     "halves of groups": lambda: nn.Sequential(conv(3, 9), nn.GroupNorm(3, 9), nn.ReLU(), conv(9, 4)),
     "called twice": CalledTwice,
-    "another order of gates": OtherGates,
+    "gated stream": GatedStream,
+    "another order of gates": lambda: OtherGates(nn.BatchNorm2d(12)),
     "halves of halves": lambda: nn.Sequential(conv(3, 12), nn.GLU(1), nn.GLU(1), conv(3, 4)),
     "literal sizes": lambda: Taken(5, 5, 5),
     "dropped": lambda: nn.Sequential(conv(3, 8), nn.Dropout(0.5), conv(8, 4)),

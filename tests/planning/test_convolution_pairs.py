@@ -25,7 +25,13 @@ GIVES, TAKES = Channels(gather_output=False), Channels(inputs=True)
 LIMIT = 1e-12
 PAIRS = {
     "two": ("0 2", ""), "basic": ("0.layers.0 0.layers.3 1.layers.0 1.layers.3", "0.layers.1 1.layers.1"),
-    "bottleneck": ("layers.0 layers.3", "layers.1"), "grouped": ("0 7", "1 3"), "transposed": ("0 3", "1"),
+    "bottleneck": ("layers.0 layers.3 layers.6", "layers.1 layers.4"),
+    "halves of both": ("values gates gated added", ""),
+    "dense": ("stem joined last layers.0 layers.1.0", "layers.1.1"),
+    "stream": (
+        "0 2.layers.0 2.layers.3 2.layers.6 3.layers.0 3.layers.3 3.layers.6 3.beside 4",
+        "1 2.layers.1 2.layers.7 3.layers.1 3.layers.7",
+    ), "grouped": ("0 7", "1 3"), "gated behind another": ("0 2", ""), "transposed": ("0 3", "1"),
     "squeezed": ("expand reduce gate project", "depthwise norms.0 norms.1"), "one dimension": ("1 4", "2"),
     "three dimensions": ("1 4", "2"), "head": ("0", "1"),
     "conformer": ("1.expand 1.project 2.expand 2.project", "1.depthwise 1.norm 2.depthwise 2.norm"),
@@ -54,6 +60,11 @@ def test_a_convolution_gives_its_channels_to_one_that_sums_them(name: str) -> No
     if name == "squeezed":
         assert plan.attributes == {"depthwise.groups": (13, (5, 5, 3))}
         assert plan["depthwise"].parameters[0].local_shapes == ((5, 1, 3, 3), (5, 1, 3, 3), (3, 1, 3, 3))
+    if name == "dense":
+        assert plan["joined"].style == Channels(inputs=True, gather_output=False, taken=(7, 5, 5))
+        weight, bias = plan["joined"].parameters
+        assert weight.local_shapes == ((7, 7, 3, 3), (7, 7, 3, 3), (7, 3, 3, 3))
+        assert bias.local_shapes == ((3,), (3,), (1,))
     if name == "conformer":
         assert plan["1.expand"].style == Channels(gather_output=False, segments=(3, 3))
     if name == "layer norm":
@@ -80,7 +91,7 @@ def test_a_plan_says_why_a_convolution_is_in_no_pair() -> None:
     for name, convolution, why in (
         ("literal sizes", "first", "with one rank's sizes the model raises RuntimeError: split_with_sizes"),
         ("halves of halves", "3", "aten.glu: [0:6] of a dimension cut as [12] is not a number of parts"),
-        ("wide", "2", "a pair would send more than each layer by itself does"),
+        ("wide", "2", "a pair would send more than its layers do without it"),
     ):
         reason = planned(name, 2)[convolution].reason
         assert reason.startswith(f"by its output channels, gathered (not in a pair: {why}"), name
@@ -101,29 +112,61 @@ def test_a_pair_sends_one_sum_and_never_more_than_two_gathers() -> None:
 
 
 @pytest.mark.cpu
+def test_a_convolution_between_two_that_are_cut_scatters_what_it_sums() -> None:
+    """The streams of 23 and 26 channels stay cut, and nothing is sent of them but for what the shortcut makes."""
+    plan, both = planned("stream", 2), Channels(gather_output=False, inputs=True)
+    frozen = tpk.make_plan(made("stream").requires_grad_(False), 2, example_inputs=inputs("stream"))
+    elements, item = 2 * 8 * 6, 8
+    for name, style, channels, forward, backward in (
+        ("2.layers.0", both, 5, "reduce-scatter of y", "all-gather of dy"),
+        ("2.layers.3", TAKES, 5, "all-reduce of y", "-"),
+        ("2.layers.6", GIVES, 5, "-", "all-reduce of dx"),
+        ("3.beside", both, 26, "reduce-scatter of y", "all-gather of dy"),
+    ):
+        entry = plan[name]
+        assert (entry.style, entry.forward, entry.backward) == (style, forward, backward), name
+        assert entry.wire_bytes == elements * item * channels, f"{name} sends both halves of what is summed"
+        assert frozen[name].backward == "-", "nobody wants a gradient"
+    assert frozen["2.layers.0"].wire_bytes == elements * item * 5 // 2
+    assert plan["2.layers.0"].reason == "sums what 0, 6 cut, and scatters the sum, up to 3"
+    bias = planned("bottleneck", 2)["layers.3"].parameters[1]
+    assert (bias.dim, bias.local_shapes) == (0, ((4,), (3,))), "a rank adds what it has of the bias to what it gives"
+    groups = {"2.layers.6": "replicate"}  # the stream of 23 is whole now, and what is within the blocks is not
+    assert (
+        paired(planned("stream", 2, overrides=groups))
+        == "2.layers.0 2.layers.3 3.layers.0 3.layers.3 3.layers.6 3.beside 4"
+    )
+
+
+@pytest.mark.cpu
 def test_overrides_keep_a_pair_apart_and_cannot_ask_for_half_of_one() -> None:
     for name in ("0.layers.0", "0.layers.1"):
         plan = planned("basic", 2, overrides={name: "replicate"})
         assert paired(plan) == "1.layers.0 1.layers.3" and plan[name].style == Replicate()
     with pytest.raises(ValueError, match="asks for one convolution of a pair, which only the data flow can prove"):
         planned("basic", 2, overrides={"0.layers.0": GIVES})
-    with pytest.raises(ValueError, match="not both"):
-        Channels(gather_output=False, inputs=True)
-    with pytest.raises(ValueError, match="segments are of a convolution that gives"):
+    with pytest.raises(ValueError, match="segments are taken by a convolution that takes this rank's channels"):
+        Channels(taken=(3, 3))
+    with pytest.raises(ValueError, match="segments are of a convolution that takes whole tensors and gives"):
         Channels(segments=(3, 3))
     for module, options, why in (
         (nn.Conv1d(4, 6, 3, groups=2), {"inputs": True}, "has 2 groups"),
+        (nn.Conv1d(6, 2, 3), {"inputs": True, "outputs": True}, r"has too few channels \(2\) for 3 ranks"),
         (nn.Conv1d(2, 6, 3), {"inputs": True}, r"takes too few channels \(2\) for 3 ranks"),
         (nn.Conv1d(6, 2, 3), {"inputs": False}, r"has too few channels \(2\) for 3 ranks"),
         (nn.utils.parametrizations.weight_norm(nn.Conv1d(6, 6, 3)), {"inputs": False}, "a norm makes"),
         (nn.Conv1d(6, 6, 3), {"inputs": False, "segments": (3, 4)}, r"segments \[3, 4\] do not make up"),
+        (nn.Conv1d(6, 6, 3), {"inputs": True, "taken": (3, 4)}, r"input channels, which segments \[3, 4\] do not"),
+        (nn.Conv1d(6, 6, 3), {"inputs": True, "taken": (2, 4)}, r"too few channels in one of its segments \[2, 4\]"),
         (
             nn.Conv1d(6, 6, 3),
             {"inputs": False, "segments": (2, 4)},
             r"too few channels in one of its segments \[2, 4\]",
         ),
     ):
-        assert re.search(why, why_not_paired(module, 3, **options) or "it can be cut"), why
+        assert re.search(
+            why, why_not_paired(module, 3, **{"outputs": not options["inputs"]} | options) or "it can be cut"
+        ), why
 
 
 @pytest.mark.cpu
@@ -223,6 +266,27 @@ def gated_by_hand() -> list[str]:
     assert first.weight.shape == (3, 10, 2) and first.bias.shape == (10,)
     x = torch.randn(2, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     wrong = differing("gated by hand", step(model, x), step(plain, x))
+    return wrong + differing("state of it", tpk.full_state_dict(model), plain.state_dict()) + joined_by_hand()
+
+
+class Joined(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self[2](self[1](torch.cat((self[0](x), self[0](-x)), 1)))
+        return y
+
+
+def joined_by_hand() -> list[str]:
+    """One that takes parts of two segments, and scatters its sum, with a bias."""
+    torch.manual_seed(3)
+    plain: Any = Joined(nn.Conv1d(3, 5, 2), nn.ConvTranspose1d(10, 5, 2), nn.Conv1d(5, 2, 1)).double()
+    styles = {"0": GIVES, "1": Channels(gather_output=False, inputs=True, taken=(5, 5)), "2": TAKES}
+    model: Any = tpk.parallelize(copy.deepcopy(plain), tp_mesh(), styles)
+    for one in (model, plain):
+        torch.manual_seed(4)
+        one[1].reset_parameters()
+    assert "segments=5/5" in repr(model[1]) and model[1].weight.shape == (10, 5, 2) and model[1].bias.shape == (5,)
+    x = torch.randn(2, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    wrong = differing("joined by hand", step(model, x), step(plain, x))
     return wrong + differing("state of it", tpk.full_state_dict(model), plain.state_dict())
 
 
@@ -230,7 +294,22 @@ def gated_by_hand() -> list[str]:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("world", [3, 2])
 def test_values_gradients_and_buffers_are_those_of_the_whole_model(ranks: Pools, world: int, full: bool) -> None:
-    names = list(CUT) if full else ["basic", "squeezed", "one dimension", "head", "conformer", "snake", "frozen"]
+    names = (
+        list(CUT)
+        if full
+        else [
+            "basic",
+            "stream",
+            "dense",
+            "halves of both",
+            "squeezed",
+            "one dimension",
+            "head",
+            "conformer",
+            "snake",
+            "frozen",
+        ]
+    )
     assert ranks(world).run(compare, names, timeout=LIMIT_S) == [[]] * world
     assert ranks(world).run(by_hand, timeout=LIMIT_S) == [[]] * world
 
@@ -238,7 +317,7 @@ def test_values_gradients_and_buffers_are_those_of_the_whole_model(ranks: Pools,
 def over_replicas() -> list[str]:
     """Two replicas of two ranks, which share the parameters and have the same batch."""
     mesh, wrong = tpk.init(dp=2, tp=2), []
-    for name in ("basic", "squeezed", "conformer", "snake"):
+    for name in ("basic", "squeezed", "conformer", "snake", "stream", "dense"):
         plain, x = made(name), inputs(name)
         model = tpk.parallelize(copy.deepcopy(plain), mesh, example_inputs=x)
         units = [one for one in model.children() if not isinstance(one, nn.ModuleList)]

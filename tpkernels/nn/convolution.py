@@ -254,15 +254,19 @@ def fresh_like(convolution: Any, weight: Tensor, *, bias: bool) -> nn.Module:
 def _reset_parameters(self: Any) -> None:
     """Initialise anew as torch does, equal to it under the first rank's seed; all ranks call it."""
     weight, bias = _stored(self), self._parameters["bias"]
-    with torch.no_grad():
-        for name, parameter in fresh_like(self, weight, bias=bias is not None).named_parameters():
-            if name in self._parameters:  # torch leaves a weight alone that is made of others
-                placement, mesh = self._parameters[name].placements[-1], mesh_of(weight)
-                whole = not isinstance(placement, Shard)
-                made = (
-                    replicate_parameter(parameter, mesh) if whole else shard_parameter(parameter, mesh, placement.dim)
-                )
-                self._parameters[name].copy_(made)
+    copy_fresh(self, fresh_like(self, weight, bias=bias is not None), mesh_of(weight))
+
+
+@torch.no_grad()
+def copy_fresh(self: Any, fresh: nn.Module, mesh: DeviceMesh) -> None:
+    """Give its own parameters what they hold of those of a whole one; torch leaves a weight alone that is made of
+    others."""
+    for name, parameter in fresh.named_parameters():
+        if name in self._parameters:
+            placement = self._parameters[name].placements[-1]
+            whole = not isinstance(placement, Shard)
+            made = replicate_parameter(parameter, mesh) if whole else shard_parameter(parameter, mesh, placement.dim)
+            self._parameters[name].copy_(made)
 
 
 def _extra_repr(self: Any) -> str:

@@ -5,13 +5,18 @@
     first     w_r = this rank's output channels of weight      y_r = convolve(x, w_r) + b_r        dx = all_reduce(dx_r)
     second    w_r = this rank's input channels of weight       z = all_reduce(convolve(y_r, w_r)) + b      dy_r complete
 
+One that is the second of a pair and the first of another gives this rank's channels of its sum::
+
+    both      w_r = this rank's input channels of weight       z_r = reduce_scatter(convolve(y_r, w_r)) + b_r
+
 Between them stands what works on each channel by itself, on this rank's (:mod:`tpkernels.nn.sliced`).
 
 It assumes that x is equal on all ranks, and that a plan has proven what stands between.  A convolution is cut in place:
-it stays an instance of its class; its parameters are DTensors of their original shapes, and the bias of the second is
-whole.  A first one of several *segments* (the halves of a gated linear unit) gives this rank's part of each, one after
-the other, and has a module for each, ``part0``, ``part1``, ..., as packed linear layers have
-(:mod:`tpkernels.nn.packed`).
+it stays an instance of its class; its parameters are DTensors of their original shapes, and a bias that is added to
+whole sums is whole.  A first one of several *segments* (the halves of a gated linear unit) gives this rank's part of
+each, one after the other, and has a module for each, ``part0``, ``part1``, ..., as packed linear layers have
+(:mod:`tpkernels.nn.packed`).  So has one that takes parts of several runs of channels (a concatenation of what is cut),
+for the runs of its weight.
 
 It refuses groups, code and weight norms of a convolution's own, fewer channels than would give each rank one, and
 groups that give the same bits at every degree (``same_bits``): the bits of a convolution may depend on the number of
@@ -20,7 +25,7 @@ its channels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, cast
 
@@ -31,19 +36,33 @@ from torch.nn.modules.conv import _ConvNd
 
 from tpkernels.comm.groups import GroupLike
 from tpkernels.comm.same_bits import refuse
-from tpkernels.nn.convolution import channel_dims, channels_in, convolve, cut_kind, fresh_like, own_code, why_not_cut
+from tpkernels.nn.convolution import (
+    channel_dims,
+    channels_in,
+    convolve,
+    copy_fresh,
+    cut_kind,
+    fresh_like,
+    own_code,
+    why_not_cut,
+)  # fmt: skip
 from tpkernels.nn.normed_weight import weight_norm_of
 from tpkernels.nn.packed_parameter import PackedParameter
 from tpkernels.nn.parameters import local_parts, mesh_of, replicate_parameter, shard_parameter, tp_mesh
-from tpkernels.ops import all_reduce, copy_to_group
+from tpkernels.nn.sliced import read_packed
+from tpkernels.ops import all_reduce, copy_to_group, reduce_scatter
 from tpkernels.partition import chunk_sizes, offsets
 
-__all__ = ["gives_channels", "pair_channels", "pair_dims", "segments_given", "takes_channels", "why_not_paired"]
+__all__ = ["gives_channels", "pair_channels", "pair_dims", "segments_given", "segments_taken", "takes_channels",
+           "why_not_paired"]  # fmt: skip
 
 
-def why_not_paired(module: nn.Module, world_size: int, *, inputs: bool, segments: Sequence[int] = ()) -> str | None:
+def why_not_paired(
+    module: nn.Module, world_size: int, *, inputs: bool, outputs: bool, segments: Sequence[int] = (),
+    taken: Sequence[int] = (),
+) -> str | None:  # fmt: skip
     """The reason why :func:`pair_channels` cannot cut ``module`` over so many ranks; None if it can."""
-    why = why_not_cut(module, 1 if inputs else world_size)
+    why = why_not_cut(module, world_size if outputs else 1)
     if why is not None:
         return why
     convolution = cast(_ConvNd, module)
@@ -55,48 +74,49 @@ def why_not_paired(module: nn.Module, world_size: int, *, inputs: bool, segments
         return f"takes too few channels ({convolution.in_channels}) for {world_size} ranks"
     if segments and (inputs or min(segments) < 1 or sum(segments) != convolution.out_channels):
         return f"has {convolution.out_channels} output channels, which segments {list(segments)} do not make up"
-    if any(0 in chunk_sizes(size, world_size) for size in segments):
-        return f"has too few channels in one of its segments {list(segments)} for {world_size} ranks"
+    if taken and (not inputs or min(taken) < 1 or sum(taken) != convolution.in_channels):
+        return f"has {convolution.in_channels} input channels, which segments {list(taken)} do not make up"
+    for sizes in (segments, taken):
+        if any(0 in chunk_sizes(size, world_size) for size in sizes):
+            return f"has too few channels in one of its segments {list(sizes)} for {world_size} ranks"
     return None
 
 
-def pair_dims(module: nn.Module, *, inputs: bool) -> dict[str, int | None]:
+def pair_dims(module: nn.Module, *, inputs: bool, outputs: bool) -> dict[str, int | None]:
     """The dimension of each parameter that is cut; None for one that is whole."""
     given = channel_dims(module)
-    return {"weight": 1 - given["weight"], "bias": None} if inputs else {**given}
+    return {"weight": 1 - given["weight"], "bias": 0 if outputs else None} if inputs else {**given}
 
 
-def pair_channels(module: nn.Module, group: GroupLike, *, inputs: bool, segments: Sequence[int] = ()) -> nn.Module:
+def pair_channels(
+    module: nn.Module, group: GroupLike, *, inputs: bool, outputs: bool, segments: Sequence[int] = (),
+    taken: Sequence[int] = (),
+) -> nn.Module:  # fmt: skip
     """Cut a convolution of torch's as one of a pair, in place; returns it.
 
     A collective call: ranks whose weights differ take the first one's, or raise (:func:`init_weights`).
 
     Args:
-        inputs: it takes this rank's input channels, and is summed; otherwise it gives this rank's output channels,
-        segments: or its part of each of these, which make up the output channels.
+        inputs: it takes this rank's input channels, and is summed;
+        outputs: it gives this rank's output channels, with ``inputs`` those of the sum,
+        segments: or its part of each of these, which make up the output channels;
+        taken: it takes this rank's part of each of these, which make up the input channels.
 
     Raises:
         ValueError: it cannot be cut so (:func:`why_not_paired`).
     """
     mesh = tp_mesh(group, module)
-    why = why_not_paired(module, mesh.size(), inputs=inputs, segments=segments)
+    why = why_not_paired(module, mesh.size(), inputs=inputs, outputs=outputs, segments=segments, taken=taken)
     if why is not None:
         raise ValueError(f"{type(module).__name__} {why}")
     kind: Any = type(module)
+    dims = pair_dims(module, inputs=inputs, outputs=outputs)
     if len(segments) > 1:
-        for index, part in enumerate(_parts_of(module, segments)):
-            for name, parameter in part._parameters.items():
-                if parameter is not None:
-                    part._parameters[name] = shard_parameter(
-                        parameter, mesh, channel_dims(module)[name], requires_grad=parameter.requires_grad
-                    )
-            module.add_module(f"part{index}", part)
-        del module._parameters["weight"], module._parameters["bias"]
-        own = tuple(chunk_sizes(size, mesh.size())[mesh.get_local_rank()] for size in segments)
-        module._tpk_segments, module._tpk_given = tuple(segments), own  # type: ignore[assignment]
-        module.__class__ = _of_parts(kind)
+        _take_apart(module, mesh, segments, channel_dims(module))
+        module.__class__ = _of_parts(kind, _give_parts, ("weight", "bias"))
         return module
-    dims = pair_dims(module, inputs=inputs)
+    if len(taken) > 1:
+        _take_apart(module, mesh, taken, {"weight": 1 - channel_dims(module)["weight"]})
     for name, parameter in module._parameters.items():
         if parameter is not None:
             wanted, dim = parameter.requires_grad, dims[name]
@@ -104,23 +124,29 @@ def pair_channels(module: nn.Module, group: GroupLike, *, inputs: bool, segments
                 replicate_parameter(parameter, mesh, requires_grad=wanted) if dim is None
                 else shard_parameter(parameter, mesh, dim, requires_grad=wanted)
             )  # fmt: skip
-    module.__class__ = cut_kind(kind, _take if inputs else _give, paired=True)
+    forward = (_take_and_give if outputs else _take) if inputs else _give
+    module.__class__ = _of_parts(kind, forward, ("weight",)) if len(taken) > 1 else _paired_kind(kind, forward)
     return module
 
 
 def gives_channels(module: nn.Module) -> bool:
     """Whether a call of ``module`` gives this rank's channels."""
-    return getattr(type(module), "forward", None) in (_give, _give_parts)
+    return getattr(type(module), "forward", None) in (_give, _give_parts, _take_and_give)
 
 
 def segments_given(module: nn.Module) -> tuple[int, ...]:
     """How many channels of each segment it gives; () where there is one."""
-    return cast("tuple[int, ...]", vars(module).get("_tpk_given", ()))
+    return () if takes_channels(module) else cast("tuple[int, ...]", vars(module).get("_tpk_own", ()))
+
+
+def segments_taken(module: nn.Module) -> tuple[int, ...]:
+    """How many channels of each segment it takes; () where there is one."""
+    return cast("tuple[int, ...]", vars(module).get("_tpk_own", ())) if takes_channels(module) else ()
 
 
 def takes_channels(module: nn.Module) -> bool:
     """Whether a call of ``module`` takes this rank's channels."""
-    return getattr(type(module), "forward", None) is _take
+    return getattr(type(module), "forward", None) in (_take, _take_and_give)
 
 
 def _give(self: Any, input: Tensor, output_size: list[int] | None = None) -> Tensor:
@@ -129,12 +155,16 @@ def _give(self: Any, input: Tensor, output_size: list[int] | None = None) -> Ten
 
 
 def _give_parts(self: Any, input: Tensor, output_size: list[int] | None = None) -> Tensor:
-    held = [local_parts(part._parameters["weight"], part._parameters["bias"]) for part in _parts(self)]
-    mesh, dims = held[0][0], channel_dims(self)
-    w = torch.cat([weight for _, weight, _ in held], dims["weight"])
-    biases = [bias for _, _, bias in held if bias is not None]
-    b = torch.cat(biases) if biases else None
+    mesh, w, b = _joined(self)
     return convolve(self, _whole(self, input, mesh), w, b, 1, output_size)
+
+
+def _joined(self: Any) -> tuple[DeviceMesh, Tensor, Tensor | None]:
+    """This rank's parts of the weight and of the bias, of each segment one after the other; none of another bias."""
+    held = [local_parts(part._parameters["weight"], part._parameters.get("bias")) for part in _parts(self)]
+    biases = [bias for _, _, bias in held if bias is not None]
+    weight = torch.cat([weight for _, weight, _ in held], self._tpk_dims["weight"])
+    return held[0][0], weight, torch.cat(biases) if biases else None
 
 
 def _whole(self: Any, input: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -147,31 +177,72 @@ def _whole(self: Any, input: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def _take(self: Any, input: Tensor, output_size: list[int] | None = None) -> Tensor:
-    weight = self._parameters["weight"]
-    mesh, w, b = local_parts(weight, self._parameters["bias"])
-    own = chunk_sizes(self.in_channels, mesh_of(weight).size())[mesh.get_local_rank()]
-    channels = channels_in(self, input, own, mesh)
+    return _summed(self, input, output_size, lambda y, mesh, channels: all_reduce(y, mesh))
+
+
+def _take_and_give(self: Any, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+    def scattered(y: Tensor, mesh: DeviceMesh, channels: int) -> Tensor:
+        return reduce_scatter(y, mesh, dim=channels, shard_sizes=chunk_sizes(self.out_channels, mesh.size()))
+
+    return _summed(self, input, output_size, scattered)
+
+
+def _summed(
+    self: Any, input: Tensor, output_size: list[int] | None, summed: Callable[[Tensor, DeviceMesh, int], Tensor]
+) -> Tensor:
+    """What all ranks make of their input channels, as ``summed`` brings it together, with the bias of what it gives."""
+    own = segments_taken(self)
+    if own:
+        (mesh, w, _), bias = _joined(self), self._parameters["bias"]
+        b = None if bias is None else local_parts(bias, None)[1]
+    else:
+        mesh, w, b = local_parts(self._parameters["weight"], self._parameters["bias"])
+        own = (chunk_sizes(self.in_channels, mesh.size())[mesh.get_local_rank()],)
+    if b is not None and gives_channels(self) and (told := read_packed.get()) is not None:
+        told(b, 0, (b.shape[0],), 0, 0)
+    channels = channels_in(self, input, sum(own), mesh)
     refuse(mesh, "a convolution of a pair", "its sums over channels are in no blocks")
     if mesh.size() == 1:
         return convolve(self, input, w, b, 1, output_size)
-    y = all_reduce(convolve(self, input, w, None, 1, output_size), mesh)
+    y = summed(convolve(self, input, w, None, 1, output_size), mesh, channels)
     return y if b is None else y + b.view(-1, *(1,) * (-1 - channels))
 
 
+def _paired_kind(cls: Any, forward: Callable[..., Tensor]) -> type[nn.Module]:
+    return cut_kind(cls, forward, paired=True)
+
+
 @lru_cache(maxsize=256)
-def _of_parts(cls: Any) -> type[nn.Module]:
-    """A subclass of ``cls`` that gives its part of each segment."""
+def _of_parts(cls: Any, forward: Callable[..., Tensor], names: tuple[str, ...]) -> type[nn.Module]:
+    """A subclass of ``cls`` that gives, or takes, its part of each segment: the parameters ``names`` are packed."""
     named = {"__module__": cls.__module__, "__doc__": cls.__doc__, "__qualname__": cls.__qualname__}
-    return cast("type[nn.Module]", type(cls.__name__, (cut_kind(cls, _give_parts, paired=True),), _PACKED | named))
+    packed = {name: _packed(name) for name in names}
+    kind = _paired_kind(cls, forward)
+    return cast("type[nn.Module]", type(cls.__name__, (kind,), _PACKED | packed | named))
 
 
-def _parts_of(convolution: nn.Module, segments: Sequence[int]) -> list[nn.Module]:
-    """A module for each segment, with views of its weight and bias."""
-    dims, made = channel_dims(convolution), []
+def _take_apart(module: nn.Module, mesh: DeviceMesh, segments: Sequence[int], dims: Mapping[str, int]) -> None:
+    """Put a module for each segment in the place of the parameters that are cut along ``dims``."""
+    for index, part in enumerate(_parts_of(module, segments, dims)):
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                wanted = parameter.requires_grad
+                part._parameters[name] = shard_parameter(parameter, mesh, dims[name], requires_grad=wanted)
+        module.add_module(f"part{index}", part)
+    for name in dims:
+        del module._parameters[name]
+    own = tuple(chunk_sizes(size, mesh.size())[mesh.get_local_rank()] for size in segments)
+    vars(module).update(_tpk_segments=tuple(segments), _tpk_own=own, _tpk_dims=dict(dims))
+
+
+def _parts_of(convolution: nn.Module, segments: Sequence[int], dims: Mapping[str, int]) -> list[nn.Module]:
+    """A module for each segment, with views of the parameters that have these ``dims``."""
+    made = []
     for start, size in zip(offsets(segments), segments, strict=True):
         part = nn.Module()
-        for name, whole in convolution._parameters.items():
-            view = None if whole is None else whole.detach().narrow(dims[name], start, size)
+        for name, dim in dims.items():
+            whole = convolution._parameters[name]
+            view = None if whole is None else whole.detach().narrow(dim, start, size)
             wanted = whole is not None and whole.requires_grad
             part.register_parameter(name, None if view is None else nn.Parameter(view, requires_grad=wanted))
         made.append(part.train(convolution.training))
@@ -186,17 +257,18 @@ def _packed_parameters(self: Any) -> dict[str, tuple[int, tuple[str, ...]]]:
     """As :meth:`PackedColumnParallelLinear.packed_parameters`."""
     names = [name for name, one in _parts(self)[0]._parameters.items() if one is not None]
     parts = range(len(self._tpk_segments))
-    return {name: (channel_dims(self)[name], tuple(f"part{index}.{name}" for index in parts)) for name in names}
+    return {name: (self._tpk_dims[name], tuple(f"part{index}.{name}" for index in parts)) for name in names}
 
 
 def _reset_parts(self: Any) -> None:
     """Initialise anew as torch does, equal to it under the first rank's seed; all ranks call it."""
     weight = _parts(self)[0]._parameters["weight"]
-    fresh = fresh_like(self, weight, bias=_parts(self)[0]._parameters["bias"] is not None)
+    fresh = fresh_like(self, weight, bias=self.bias is not None)
     with torch.no_grad():
-        for part, new in zip(_parts(self), _parts_of(fresh, self._tpk_segments), strict=True):
+        for part, new in zip(_parts(self), _parts_of(fresh, self._tpk_segments, self._tpk_dims), strict=True):
             for name, parameter in new.named_parameters():
-                part._parameters[name].copy_(shard_parameter(parameter, mesh_of(weight), channel_dims(self)[name]))
+                part._parameters[name].copy_(shard_parameter(parameter, mesh_of(weight), self._tpk_dims[name]))
+        copy_fresh(self, fresh, mesh_of(weight))
 
 
 def _packed(name: str) -> property:
@@ -206,7 +278,7 @@ def _packed(name: str) -> property:
         parts = [one for part in _parts(self) if (one := part._parameters[name]) is not None]
         if not parts:
             return None
-        dim, shape = channel_dims(self)[name], list(parts[0].shape)
+        dim, shape = self._tpk_dims[name], list(parts[0].shape)
         shape[dim] = sum(self._tpk_segments)
         return PackedParameter.of(name, shape, parts, dim)
 
@@ -218,7 +290,6 @@ def _repr_of_parts(self: Any) -> str:
 
 
 _PACKED: dict[str, Any] = {
-    "weight": _packed("weight"), "bias": _packed("bias"), "packed_parameters": _packed_parameters,
-    "reset_parameters": _reset_parts, "extra_repr": _repr_of_parts,
+    "packed_parameters": _packed_parameters, "reset_parameters": _reset_parts, "extra_repr": _repr_of_parts,
 }  # fmt: skip
 """What else a convolution of several segments has."""

@@ -83,7 +83,8 @@ class Unproven(Exception):
     ``count``: how many heads, or other indivisible pieces, stood against the number of ranks.  ``parameters``: of which
     whole tensors among the arguments of the op are made that met parts; ``layers``: what whole activations came from;
     ``met``: how the whole tensor that met a part would have to be cut; ``segmented``: whether the segments alone are to
-    blame, whatever numbers a rank's code reads.
+    blame, whatever numbers a rank's code reads; ``taken``: a convolution, and the segments of channels that it would
+    have to take parts of.
     """
 
     def __init__(self, reason: str, *, count: int = 0) -> None:
@@ -93,6 +94,7 @@ class Unproven(Exception):
         self.layers: frozenset[str] = frozenset()
         self.met: Split | None = None
         self.segmented = False
+        self.taken: tuple[str, tuple[int, ...]] | None = None
 
 
 def raised(error: Exception) -> Unproven:

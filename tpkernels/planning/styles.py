@@ -120,23 +120,25 @@ class Channels:
 
     Each rank computes its channels, from all input channels or, with groups, from those of its groups.  Of a pair that
     the data flow proves the first one does not gather, and the second one takes this rank's input channels, and is
-    summed.  With ``segments`` (the two halves of what a gated linear unit takes) the first one gives this rank's part
-    of each.
+    summed.  One that is the second of a pair and the first of another does both: ranks scatter the sum.  With
+    ``segments`` (the two halves of what a gated linear unit takes) the first one gives this rank's part of each.  The
+    second one takes this rank's part of each segment ``taken``, where code concatenates what is cut.
     """
 
     gather_output: bool = True
     inputs: bool = False
     segments: tuple[int, ...] = ()
+    taken: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.inputs and not self.gather_output:
-            raise ValueError("a convolution gives this rank's channels, or takes them and is summed, not both")
+        if self.taken and not self.inputs:
+            raise ValueError("segments are taken by a convolution that takes this rank's channels: inputs=True")
         if self.segments and (self.inputs or self.gather_output):
-            raise ValueError("segments are of a convolution that gives this rank's channels: gather_output=False")
+            raise ValueError("segments are of a convolution that takes whole tensors and gives this rank's channels")
 
     def local_features(self, total: int, world_size: int) -> tuple[int, ...]:
-        """Of the ``total`` channels in the dimension that is cut, those that each rank has memory for."""
-        sizes = self.segments or (total,)
+        """Of the ``total`` channels in the dimension of a weight that is cut, those that each rank has memory for."""
+        sizes = self.segments or self.taken or (total,)
         return _shares(sizes, (1,) * len(sizes), world_size)
 
     @property

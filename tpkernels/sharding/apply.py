@@ -227,7 +227,10 @@ def parallelize(
         call_inner(outer, inner.rpartition(".")[2])
     for convolution, channels in convolutions:
         if channels.paired:
-            pair_channels(convolution, tp, inputs=channels.inputs, segments=channels.segments)
+            pair_channels(
+                convolution, tp, inputs=channels.inputs, outputs=not channels.gather_output,
+                segments=channels.segments, taken=channels.taken,
+            )  # fmt: skip
         else:
             cut_channels(convolution, tp)
     call_cut_layers(model, [old for old, _ in swapped])

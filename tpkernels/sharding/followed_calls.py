@@ -21,7 +21,7 @@ from tpkernels.nn.copied_heads import CopiedHeadsLinear
 from tpkernels.nn.feature_embedding import FeatureParallelEmbedding
 from tpkernels.nn.multihead import ParallelMultiheadAttention
 from tpkernels.nn.packed import PackedColumnParallelLinear
-from tpkernels.nn.paired_convolution import gives_channels, segments_given, takes_channels
+from tpkernels.nn.paired_convolution import gives_channels, segments_given, segments_taken, takes_channels
 from tpkernels.nn.row import RowParallelLinear
 from tpkernels.nn.sliced import read_packed, sliced_parameters
 from tpkernels.partition import chunk_sizes
@@ -97,12 +97,12 @@ class Followed(AbstractContextManager["Followed"]):
         x = args[0] if args else None
         if not isinstance(output, Tensor) or not isinstance(x, Tensor):
             return
+        if takes_channels(module):
+            self._check_row(module, -1 - len(module.kernel_size), x, sizes=segments_taken(module))  # type: ignore[arg-type]
         if gives_channels(module):
             channels = output.dim() - len(module.kernel_size) - 1  # type: ignore[arg-type]
             sizes = segments_given(module) or (output.shape[channels],)
             self.parts.mark(output, frozenset([Split(channels, sizes)]))
-        elif takes_channels(module):
-            self._check_row(module, -1 - len(module.kernel_size), x)  # type: ignore[arg-type]
         elif isinstance(module, _NormBase) or (
             isinstance(module, nn.GroupNorm | _ConvNd) and getattr(module, "_tpk_sliced", None) is not None
         ):
@@ -110,12 +110,12 @@ class Followed(AbstractContextManager["Followed"]):
             if mark and Split(1, (x.shape[1],)) in mark:
                 self.parts.mark(output, frozenset([Split(1, (output.shape[1],))]))
 
-    def _check_row(self, module: nn.Module, dim: int, x: Tensor, **_: object) -> None:
+    def _check_row(self, module: nn.Module, dim: int, x: Tensor, *, sizes: tuple[int, ...] = (), **_: object) -> None:
         """Refuse an input that a row's weight is not cut for: the plan's proof holds for calls like the traced ones."""
         mark, name = self.parts.of(x), self.names[id(module)]
         if not mark:
             self.unknown.append(name)
-        elif Split(dim % x.dim(), (x.shape[dim],)) not in mark:
+        elif Split(dim % x.dim(), sizes or (x.shape[dim],)) not in mark:
             self.other_ways.append(
                 f"this call gives {name!r}, a row of the plan, a part that is not cut by features or channels as its "
                 "weight is: it takes another path than the calls that the plan was proven for; make the plan with "

@@ -88,7 +88,9 @@ def check_channels(
     """Refuse to cut ``module`` by channels where that cannot be done."""
     why = _why_not(module, world_size, same_bits)
     if style is not None and style.paired:
-        why = why_not_paired(module, world_size, inputs=style.inputs, segments=style.segments)
+        sizes = {"segments": style.segments, "taken": style.taken}
+        gives = not style.gather_output
+        why = why_not_paired(module, world_size, inputs=style.inputs, outputs=gives, **sizes)
     if why is not None:
         raise ValueError(f"module {name!r} is a {type(module).__name__} that cannot be cut by channels: it {why}")
 

@@ -24,7 +24,7 @@ def channel_cuts(model: nn.Module, name: str, style: Channels) -> dict[str, int 
     """The dimension in which each parameter of a convolution, or of what makes its weight, is cut."""
     module = model.get_submodule(name)
     if style.paired:
-        return pair_dims(module, inputs=style.inputs)
+        return pair_dims(module, inputs=style.inputs, outputs=not style.gather_output)
     if not name.endswith(NORMED):
         return {**channel_dims(module)}
     dim = channel_dims(model.get_submodule(name.removesuffix(NORMED).removesuffix(".")))["weight"]
@@ -52,12 +52,15 @@ def convolution_traffic(
         forward, given = "-", 0
     if style.inputs:
         backward, taken = "-", 0
+    if style.inputs and not style.gather_output:
+        wanted = elements is None or elements[0] > 0 or any(one.requires_grad for one in module.parameters())
+        forward, backward, given = "reduce-scatter of y", "all-gather of dy" if wanted else "-", 1 + wanted
     if elements is None:
         return Traffic(forward, backward, None, None)
     takes, gives = elements
     total = (taken * takes + given * gives) * next(module.parameters()).element_size()
     sent = total * (world_size - 1) // world_size
-    return Traffic(forward, backward if takes else "-", sent, None)
+    return Traffic(forward, backward if takes or not taken else "-", sent, None)
 
 
 def _norm_traffic(normed: nn.Module, own: bool, world_size: int) -> Traffic:

@@ -207,7 +207,8 @@ def _cut(
     features: tuple[int, ...] = ()
     if dim is not None:
         features = held(shape[dim], world_size)
-        if isinstance(style, Column | Row | Heads | Channels):
+        taken = isinstance(style, Channels) and style.taken and name == "bias"  # of the channels that it gives
+        if isinstance(style, Column | Row | Heads | Channels) and not taken:
             features = style.local_features(shape[dim], world_size)
     for rank in range(world_size):
         local = list(shape)

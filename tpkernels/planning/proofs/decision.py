@@ -17,9 +17,10 @@ from types import MappingProxyType
 from typing import Any
 
 from tpkernels.planning.modules.part_norms import KnownNorm, find_norms
-from tpkernels.planning.proofs.convolution_pairs import find_pairs
+from tpkernels.planning.proofs.convolution_pairs import PairChoice
 from tpkernels.planning.proofs.hypotheses import Attributes, Proof, Whole
-from tpkernels.planning.proofs.pair_proofs import roles_of
+from tpkernels.planning.proofs.pair_proofs import both_roles, roles_of
+from tpkernels.planning.proofs.replay_checks import drawn_for_whole, half_partial
 from tpkernels.planning.proofs.search_again import SearchAgain
 from tpkernels.planning.proofs.tied_groups import Ties, shared_by_groups, unlike_twins
 from tpkernels.planning.replays.replay import Replay, Role, unlike_ranks
@@ -159,9 +160,8 @@ class _Decider:
             if self._widest is not None and group not in self._widest:
                 continue
             layers = set(group.layers)
-            given = (*group.feeders, *group.summed, *group.tables)
-            if given and self.whole_inputs:
-                self.decision.refused[group] = Unproven(f"{given[0]} gives a whole tensor to work on parts")
+            if group.given and self.whole_inputs:
+                self.decision.refused[group] = Unproven(f"{group.given[0]} gives a whole tensor to work on parts")
                 continue
             barred = next((name for name in layers if name in self.excluded), None)
             if barred is not None:
@@ -289,15 +289,14 @@ class _Decider:
                 if not groups:
                     return
                 continue
-            mixed = self._half_partial(replay)
-            mixed |= shared_by_groups(self.decision.proven, replay, self.shadow.modules, self.ties)
-            wrong = dict.fromkeys(mixed, "a module would have gradients of two kinds")
-            wrong |= dict.fromkeys(self._draws_refused(replay), "random numbers are drawn for whole tensors between it")
-            wrong = {index: why for index, why in wrong.items() if index < len(groups)}
+            wrong = half_partial(replay, self.shadow.modules) | drawn_for_whole(replay, self.says_all)
+            tied = shared_by_groups(self.decision.proven, replay, self.shadow.modules, self.ties)
+            wrong |= dict.fromkeys(tied, Unproven("a module would have gradients of two kinds"))
+            wrong = {index: error for index, error in wrong.items() if index < len(groups)}
             if not wrong:
                 self._take(replay)
                 return
-            self._give_up({groups[index]: Unproven(why) for index, why in wrong.items()})
+            self._give_up({groups[index]: error for index, error in wrong.items()})
 
     def _give_up(self, refused: Mapping[Group, Unproven]) -> None:
         self.decision.refused |= refused
@@ -314,47 +313,40 @@ class _Decider:
 
     def _pair_convolutions(self) -> None:
         """Cut convolutions in pairs as well, as far as that holds on the whole model beside what does already."""
-        proven, pairs = self.decision.proven, dict[Group, Proof]()
+        proven = self.decision.proven
         barred = {*self.excluded, *self.forced, *self.decision.adapters, *self.ties}
         barred |= {name for group, proof in proven.items() for name in (*group.layers, *proof.feeders)}
         barred |= {name.rpartition(".")[0] for proof in proven.values() for name in proof.slices}
-        for mode, recording in self.observation.firsts:
-            self.shadow.set_mode(mode)
-            search = SearchAgain(self.shadow, recording, self.world_size)
-            found, refused = find_pairs(search, recording, self.world_size, barred)
-            pairs |= found
-            self.decision.unpaired |= refused
-            barred |= {name for group in found for name in group.layers}
-        while pairs:
+        choices = [
+            (mode, PairChoice(SearchAgain(self.shadow, recording, self.world_size), recording, self.world_size, barred))
+            for mode, recording in self.observation.firsts
+        ]
+        while pairs := self._chosen_pairs(choices):
             try:
                 replay = self._replay(proven, pairs)
-                guilty, error = self._half_partial(replay), Unproven("a module would have gradients of two kinds")
+                guilty = half_partial(replay, self.shadow.modules)
                 if not guilty:
                     self._take(replay)
                     break
+                error = next(iter(guilty.values()))
             except _Blamed as blamed:
-                guilty, error = set(blamed.groups), blamed.error
+                guilty, error = dict.fromkeys(blamed.groups, blamed.error), blamed.error
             wrong = [group for index, group in enumerate(pairs, start=len(proven)) if index in guilty] or pairs
-            self.decision.unpaired |= dict.fromkeys(wrong, error)
-            pairs = {group: proof for group, proof in pairs.items() if group not in wrong}
+            for _, choice in choices:
+                choice.refused |= dict.fromkeys(wrong, error)
         self.decision.pairs = pairs
 
-    def _draws_refused(self, replay: Replay) -> set[int]:
-        """Groups between whose layers whole tensors are drawn for; plans that say less, or draw by blocks, cannot."""
-        return set[int]().union(*replay.whole_draws.values()) if degrees() or not self.says_all else set()
-
-    def _half_partial(self, replay: Replay) -> set[int]:
-        """Groups that make only some of a module's parameters partial: the module is summed as one."""
-        blamed: set[int] = set()
-        for name in replay.partial:
-            owner = self.shadow.modules[name.rpartition(".")[0]]
-            prefix = name.rpartition(".")[0]
-            own = {f"{prefix}.{key}" if prefix else key for key, _ in owner.named_parameters(recurse=False)}
-            if any(other in replay.slices for other in own):
-                blamed |= replay.partial_groups[name]
-            if not own <= replay.partial:
-                blamed |= replay.partial_groups[name]
-        return blamed
+    def _chosen_pairs(self, choices: Sequence[tuple[Mode, PairChoice]]) -> dict[Group, Proof]:
+        """A choice for each first run, of layers that those before it have left."""
+        pairs: dict[Group, Proof] = {}
+        unpaired: dict[Group, Unproven] = {}
+        for mode, choice in choices:
+            self.shadow.set_mode(mode)
+            found, refused = choice.choose({name for group in pairs for name in group.layers})
+            pairs |= found
+            unpaired |= refused
+        self.decision.unpaired = {group: error for group, error in unpaired.items() if group not in pairs}
+        return pairs
 
     def _replay(self, proofs: Mapping[Group, Proof], pairs: Mapping[Group, Proof] | None = None) -> Replay:
         """Replay the whole model in every mode; the result knows what all of these replays have found.
@@ -381,7 +373,7 @@ class _Decider:
             whole |= proof.whole_attributes
             widths |= {name: sum(proof.segments[name]) for name in proof.copies}
         for number, (group, proof) in enumerate(pairs.items(), start=len(proofs)):
-            roles |= roles_of(group, self.shadow, proof, number)
+            roles = both_roles(roles, roles_of(group, self.shadow, proof, number))
         count = len(proofs) + len(pairs)
         for name, role in self.forced.items():
             roles.setdefault(name, replace(role, group=count))

@@ -91,6 +91,8 @@ class Proof:
     behind: int = 0
     """How many segments of the packed column every rank has whole, the key and value that all queries share, and how
     many are behind these."""
+    taken: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Of convolutions that take parts of several segments of channels."""
 
     def unit(self, features: int) -> int:
         """Of how many of ``features`` a part is a multiple."""
@@ -132,6 +134,7 @@ class Proof:
             {(moved(name), argument): cut for (name, argument), cut in self.arguments.items()},
             self.copied,
             self.behind,
+            {names[name]: sizes for name, sizes in self.taken.items()},
         )
 
     def each(self, world_size: int) -> str:

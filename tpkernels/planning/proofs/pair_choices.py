@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from torch import nn
@@ -9,31 +10,36 @@ from torch import nn
 from tpkernels.planning.entries.plan_entries import Chosen
 from tpkernels.planning.modules.channel_modules import ChannelParts, parts_by_channel
 from tpkernels.planning.modules.source_reads import maybe_read
-from tpkernels.planning.proofs.convolution_pairs import GIVES, TAKES
+from tpkernels.planning.proofs.channel_bytes import style_in_pairs
 from tpkernels.planning.proofs.decision import Decision
 from tpkernels.planning.proofs.hypotheses import Attributes
 from tpkernels.planning.runs.example_inputs import Observation
 from tpkernels.planning.runs.shadow import Shadow
-from tpkernels.planning.styles import Channels, Column, Row, Sliced, Style
+from tpkernels.planning.styles import Channels, Row, Sliced, Style
 
 __all__ = ["numbers_by_channel", "pair_choices", "refuse_by_hand", "seen_elsewhere"]
+
+MOST_NAMES = 4
+"""That a reason tells."""
 
 
 def pair_choices(decision: Decision, shadow: Shadow, world_size: int) -> dict[str, Chosen]:
     """The styles that the proof of ``decision`` is of."""
     found: dict[str, Chosen] = {}
-    style: Channels | Column
-    for group, proof in decision.pairs.items():
-        ends, begins = (
-            ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names)) for names in (group.rows, group.columns)
-        )
-        for name in group.columns:
-            sizes = proof.segments[name] if len(proof.segments[name]) > 1 else ()
-            style = replace(GIVES, segments=sizes) if name in shadow.convolutions else Column(segments=sizes)
-            found[name] = Chosen(style, "data flow", f"by channels{' of each segment' * bool(sizes)}, up to {ends}")
-        for name in group.rows:
-            last: Channels | Row = TAKES if name in shadow.convolutions else Row()
-            found[name] = Chosen(last, "data flow", f"sums what {begins} cut")
+    taken = {name: group for group in decision.pairs for name in group.rows}
+    given = {name: group for group in decision.pairs for name in group.columns}
+    for name in dict.fromkeys([*given, *taken]):
+        style = style_in_pairs(convolution=name in shadow.convolutions, takes=name in taken, gives=name in given)
+        what = f"sums what {_last_names(taken[name].columns)} cut" if name in taken else "by channels"
+        if name in given:
+            sizes = decision.pairs[given[name]].segments[name]
+            if len(sizes) > 1 and not isinstance(style, Row):
+                style, what = replace(style, segments=sizes), "by channels of each segment"
+            scattered = ", and scatters the sum" if name in taken else ""
+            what = f"{what}{scattered}, up to {_last_names(given[name].rows)}"
+        if name in taken and isinstance(style, Channels):
+            style = replace(style, taken=decision.pairs[taken[name]].taken.get(name, ()))
+        found[name] = Chosen(style, "data flow", what)
     slices: dict[str, list[tuple[str, int]]] = {}
     for parameter, cut in (item for proof in decision.pairs.values() for item in proof.slices.items()):
         owner, _, key = parameter.rpartition(".")
@@ -47,6 +53,12 @@ def pair_choices(decision: Decision, shadow: Shadow, world_size: int) -> dict[st
                 Sliced(tuple(sorted(parts.dims.items()))), "data flow", "cut with the channels it takes"
             )
     return found
+
+
+def _last_names(names: Iterable[str]) -> str:
+    """A few of them, as they are called in the modules around them."""
+    last = [*dict.fromkeys(name.rpartition(".")[2] for name in names)]
+    return ", ".join(last[:MOST_NAMES]) + ", ..." * (len(last) > MOST_NAMES)
 
 
 def numbers_by_channel(decision: Decision, shadow: Shadow, world_size: int) -> Attributes:

@@ -1,13 +1,14 @@
 """How a group with convolutions among its layers can be cut: by channels in one piece, or as code takes them apart.
 
 It owns the proof within the module around the group.  Where code takes what a column gives apart along its channels (a
-gated linear unit, a split), that one is cut as these segments.  Where what is cut meets a parameter of some other
+gated linear unit, a split), that one is cut as these segments.  Where code concatenates what is cut, the row
+behind takes parts of these segments.  Where what is cut meets a parameter of some other
 module as a whole (a slope for each channel), that is cut with it; so are the buffers of a frozen batch norm.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import islice, pairwise, product
 from math import prod
@@ -27,18 +28,29 @@ from tpkernels.planning.runs.shadow import Shadow
 from tpkernels.planning.runs.trace import Recording
 from tpkernels.planning.splits import Unproven, share
 
-__all__ = ["prove", "roles_of"]
+__all__ = ["both_roles", "prove", "roles_of"]
 
-MOST_LAYOUTS, MOST_SLICES = 8, 16
+MOST_LAYOUTS, MOST_SLICES = 8, 64
 """Attempts for one group, and how often tensors of other modules are cut with it."""
 aten = torch.ops.aten
 
 
 def roles_of(group: Group, shadow: Shadow, proof: Proof, number: int = 0) -> dict[str, Role]:
     """Each layer cut by its output or input channels or features, and parameters that are cut with these."""
-    found = {name: Role("column", proof.segments[name], number) for name in group.columns}
-    found |= {name: Role("row", (shadow.sizes[name].in_features,), number) for name in group.rows}
+    gives = {name: Role("column", proof.segments[name], number) for name in group.columns}
+    takes = {name: proof.taken.get(name, (shadow.sizes[name].in_features,)) for name in group.rows}
+    found = both_roles(gives, {name: Role("row", sizes, number) for name, sizes in takes.items()})
     return found | {name: Role("slice", cut.runs, number, dim=cut.dim) for name, cut in proof.slices.items()}
+
+
+def both_roles(some: Mapping[str, Role], others: Mapping[str, Role]) -> dict[str, Role]:
+    """Roles of several groups: a convolution that ends one of them and begins another has a role of both."""
+    found = {**some, **others}
+    for name in some.keys() & others.keys():
+        row, column = sorted((some[name], others[name]), key=lambda role: role.kind == "column")
+        if (row.kind, column.kind) == ("row", "column"):
+            found[name] = replace(column, taken=row)
+    return found
 
 
 def prove(search: Search, recording: Recording, group: Group, world_size: int) -> Proof:
@@ -60,8 +72,10 @@ def prove(search: Search, recording: Recording, group: Group, world_size: int) -
 
 def _layouts(shadow: Shadow, recording: Recording, group: Group, scope: Scope) -> Iterator[dict[str, tuple[int, ...]]]:
     """Segments of every column: one, or as code takes so many channels apart."""
-    sizes = [shadow.sizes[name].out_features for name in group.columns]
-    for chosen in product(*([(size,), *_cuts_of(recording, scope, size)] for size in sizes)):
+    sizes = {name: shadow.sizes[name].out_features for name in group.columns}
+    inner = {*group.columns} & {*group.rows}  # ranks scatter what these sum in one piece
+    cuts = ([(n,), *(() if name in inner else _cuts_of(recording, scope, n))] for name, n in sizes.items())
+    for chosen in product(*cuts):
         yield dict(zip(group.columns, chosen, strict=True))
 
 
@@ -89,7 +103,8 @@ def _sliced(search: Search, recording: Recording, group: Group, proof: Proof, wo
     """The proof, with tensors of other modules cut that met parts as a whole, one after the other as they do."""
     for _ in range(MOST_SLICES):
         roles, scope = roles_of(group, search.shadow, proof), search.scope_of(group)
-        if any(0 in share(size, world_size) for role in roles.values() for size in role.segments):
+        sizes = {size for role in roles.values() for one in (role, role.taken) if one for size in one.segments}
+        if any(0 in share(size, world_size) for size in sizes):
             raise Unproven(f"there are fewer channels than {world_size} ranks")
         replay = None
         try:
@@ -97,6 +112,9 @@ def _sliced(search: Search, recording: Recording, group: Group, proof: Proof, wo
                 replay = Replay(search.shadow, recording, roles, {}, world_size, rank)
                 replay.run_scope(scope)
         except Unproven as error:
+            if error.taken is not None and error.taken[0] not in proof.taken:
+                proof = replace(proof, taken={**proof.taken, error.taken[0]: error.taken[1]})
+                continue
             running = "" if replay is None else recording.module_at(replay.place)
             more = _slices_for(search.shadow, scope.name, proof, error, running)
             if not more:

@@ -36,13 +36,16 @@ class ChannelSteps(WholeSteps):
             raise Unproven(f"{name} is called with more than a tensor, or inside of a module that needs values")
 
     def _paired(self, name: str, role: Role, x: Tensor) -> Tensor:
-        """A convolution that gives this rank's channels of a whole tensor, or sums over them."""
+        """A convolution that gives this rank's channels of a whole tensor, or sums over them, or both."""
         split, call = self._splits.get(id(x)), self._call_of(name, x)
-        if role.kind == "row":
-            self.blame = frozenset([role.group])
-            if split != role.split(1):
-                raise Unproven(f"the input of {name} is {how(split)}, not cut by channels in one piece")
-            answer = None
+        taken, answer = (role, None) if role.kind == "row" else (role.taken, role.split(1))
+        if taken is not None:
+            self.blame = frozenset([taken.group])
+            if split != taken.split(1):
+                error = Unproven(f"the input of {name} is {how(split)}, not cut by channels as its weight is")
+                if split is not None and split == Split(1, split.segments):
+                    error.taken = name, split.segments
+                raise error
         else:
             if split is not None:
                 raise Unproven(f"the input of {name} is {how(split)}, which takes it whole")
@@ -50,7 +53,6 @@ class ChannelSteps(WholeSteps):
                 raise Unproven(f"the input of {name} has shape {list(x.shape)} instead of {list(call.taken)}")
             if id(x) in self._summed:
                 raise Unproven(f"{name} reads what has a part of its gradient")
-            answer = role.split(1)
         if self.has_origin(x):
             self._complete |= self.origin(x) or set()
         return self._step(x, call, answer, frozenset() if answer is None else frozenset([role.group]))

@@ -14,6 +14,9 @@ __all__ = ["Role", "unlike_ranks"]
 class Role:
     """What a layer is to a group: "column" (its output is cut as ``segments``) or "row" (its input is cut).
 
+    A convolution that is a "row" of one group and a "column" of another has the role of a column, with ``taken``, that
+    of the row.
+
     Every rank has the last ``copied`` segments but ``behind`` whole, and a share of the gradients of their rows of the
     weight.  A "row" that is ``summed`` gives to parts what it has summed, and sums the gradient of that as well.
     A "slice" is a parameter of some other module, by its name, of which each rank has its part of dimension ``dim``.
@@ -30,6 +33,7 @@ class Role:
     copied: int = 0
     behind: int = 0
     summed: bool = False
+    taken: Role | None = None
 
     def split(self, dim: int) -> Split:
         return Split(dim, self.segments, self.pieces, self.copied, self.behind)
@@ -37,7 +41,8 @@ class Role:
 
 def unlike_ranks(roles: Mapping[str, Role], world_size: int) -> list[int]:
     """One rank for each set of ranks with equal sizes, the first: a proof for these holds for all."""
-    cuts = sorted({(size, role.pieces) for role in roles.values() for size in role.split(0).cut_segments})
+    every = [one for role in roles.values() for one in (role, role.taken) if one is not None]
+    cuts = sorted({(size, role.pieces) for role in every for size in role.split(0).cut_segments})
     shares = [share(size, world_size, pieces) for size, pieces in cuts]
     firsts = {tuple(sizes[rank] for sizes in shares): rank for rank in reversed(range(world_size))}
     return sorted(firsts.values())

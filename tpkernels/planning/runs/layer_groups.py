@@ -41,6 +41,11 @@ class Group:
         return (*self.columns, *self.rows, *self.feeders, *self.tables)
 
     @property
+    def given(self) -> tuple[str, ...]:
+        """Layers that give something whole to what is cut."""
+        return (*self.feeders, *self.summed, *self.tables)
+
+    @property
     def size(self) -> int:
         """How many layers are cut."""
         return len(self.columns) + len(self.rows)
@@ -65,7 +70,8 @@ class Component:
 def find_groups(recording: Recording, *, convolutions: bool = False) -> list[Group]:
     """All groups that could be cut, smallest first, and by order of calls; behind them those of which less is cut.
 
-    ``convolutions``: those over all channels count as layers, and groups without one, or with inner layers, do not.
+    ``convolutions``: those over all channels count as layers, and may be columns and rows of one group; groups without
+    one do not count.
     """
     order = {event.layer: index for index, event in reversed(list(enumerate(recording.events))) if event.layer}
     if convolutions:
@@ -75,15 +81,13 @@ def find_groups(recording: Recording, *, convolutions: bool = False) -> list[Gro
     groups: list[Group] = []
     fed: list[Group] = []
     for one in components(recording, convolutions=convolutions):
-        if convolutions and (
-            one.columns & one.rows or not recording.convolution_inputs.keys() & (one.columns | one.rows)
-        ):
-            continue
+        first = _channel_ways(one, recording.convolution_inputs.keys()) if convolutions else _ways(one)
         less = () if convolutions else (*_fed_ways(one, tables), *_ways_beside(one, tables, sizes))
-        for found, ways in ((groups, _ways(one)), (fed, less)):
+        for found, ways in ((groups, first), (fed, less)):
             for way in ways:
+                apart = convolutions or not way.columns & way.rows
                 closed = not way.columns & one.seen_outside and not way.rows & one.open
-                if way.columns and way.rows and not way.columns & way.rows and closed:
+                if way.columns and way.rows and apart and closed:
                     columns, rows, *others = (tuple(sorted(some, key=order.__getitem__)) for some in way)
                     found.append(Group(columns, rows, bool(way.rows & one.noisy), *others))
 
@@ -139,6 +143,12 @@ def _ways(one: Component) -> Iterator[_Way]:
     fed = inner - summed
     if summed and all(sources[name] <= summed for name in fed):
         yield _Way((columns - inner) | fed, rows - fed, summed=summed)
+
+
+def _channel_ways(one: Component, convolutions: Set[str]) -> Iterator[_Way]:
+    """A component with a convolution, in which inner layers take parts and give them: only convolutions can."""
+    if (one.columns | one.rows) & convolutions and one.columns & one.rows <= convolutions:
+        yield _Way(one.columns, one.rows)
 
 
 def _fed_ways(one: Component, tables: Set[str]) -> Iterator[_Way]:

@@ -1,0 +1,55 @@
+"""What a rank sends for a layer that is cut with others by channels, or by itself: the plan's own count of bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tpkernels.planning.alone.single_layers import by_rule
+from tpkernels.planning.entries.convolution_entries import channel_cuts, convolution_traffic
+from tpkernels.planning.entries.plan_entries import traffic_of
+from tpkernels.planning.runs.row_counts import elements_in, untrained_in
+from tpkernels.planning.runs.shadow import Shadow
+from tpkernels.planning.runs.trace import Recording
+from tpkernels.planning.styles import Channels, Column, Row, Style
+
+__all__ = ["ChannelBytes", "style_in_pairs"]
+
+
+def style_in_pairs(*, convolution: bool, takes: bool, gives: bool) -> Channels | Column | Row:
+    """The style of a layer that takes a rank's channels, gives them, or does both."""
+    if convolution:
+        return Channels(inputs=takes, gather_output=not gives)
+    return Row() if takes else Column()
+
+
+class ChannelBytes:
+    """Of one step of training."""
+
+    def __init__(self, shadow: Shadow, recording: Recording, world_size: int) -> None:
+        self.shadow, self.recording, self.world_size = shadow, recording, world_size
+        self._elements: Mapping[str, tuple[int, int]] = elements_in([recording])
+        self._untrained = untrained_in([recording])
+        self._known: dict[tuple[str, bool, bool], int] = {}
+
+    def sent(self, name: str, *, takes: bool, gives: bool) -> int:
+        """By a layer that takes and gives this rank's channels, or whole tensors: one that is cut by itself."""
+        key = name, takes, gives
+        if key not in self._known:
+            convolution = name in self.shadow.convolutions
+            if takes or gives or convolution:
+                style: Style = style_in_pairs(convolution=convolution, takes=takes, gives=gives)
+            else:
+                style = by_rule(self.shadow.layers[name], "", tied=False).style
+            self._known[key] = self._of(name, style)
+        return self._known[key]
+
+    def _of(self, name: str, style: Style) -> int:
+        module = self.shadow.modules[name]
+        if isinstance(style, Channels):
+            dims = channel_cuts(self.shadow.model, name, style)
+            sent = convolution_traffic(module, dims, self._elements.get(name), self.world_size, style).wire_bytes
+        else:
+            rows, own = self.recording.layer_rows.get(name), dict(module.named_parameters(recurse=False))
+            needs_dx = name not in self._untrained
+            sent = traffic_of(style, self.shadow.layers[name], own, rows, self.world_size, None, needs_dx).wire_bytes
+        return sent or 0
