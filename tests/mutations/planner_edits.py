@@ -134,6 +134,9 @@ PLANNER = (
     ),
     Edit("sharding/randomness.py", "not (running and fork.shared is not None)", "True", f"{HEADS} -k dropped"),
     Edit("sharding/randomness.py", "outermost.pause()", "outermost = None", f"{HEADS} -k dropped"),
+    Edit(
+        "planning/replays/replay.py", "both |= self.whole_draws.get", "self.whole_draws.get", f"{HEADS} -k drawn_alike"
+    ),
     Edit("planning/replays/replay.py", 'role.kind == "table"', "False", f"{HEADS} -k belongs"),
     Edit(
         "planning/runs/layer_groups.py",
@@ -237,7 +240,7 @@ PLANNER = (
         "planning/replays/replay.py",
         "both = self._drawn[True] & self._drawn[False]",
         "both = set[int]()",
-        f"{ADAPTERS} -k masks",
+        f"{HEADS} -k drawn_alike",
     ),
     Edit(PICKING, "or local != list(range(low, high))", "", f"{PACKED} -k looks_so"),
     Edit("planning/splits.py", "if outer > 1 and split.copied:", "if False:", f"{PACKED} -k viewed"),

@@ -28,11 +28,17 @@ def test_a_layer_is_cut_as_without_its_pair() -> None:
 
 
 @pytest.mark.cpu
-@pytest.mark.parametrize(("up", "down", "inside"), [(0.0, 0.5, 0.0), (0.5, 0.0, 0.5)])
-def test_masks_of_parts_and_of_whole_tensors_do_not_go_together(up: float, down: float, inside: float) -> None:
-    plan = tpk.make_plan(Block(up, down, inside), 2, example_inputs=X)
+def test_what_a_narrow_layer_takes_is_not_dropped_where_it_is_a_part() -> None:
+    plan = tpk.make_plan(Block(down=0.5), 2, example_inputs=X)
     assert plan["up.base"].style == Column(gather_output=True) and plan["qkv.base"].style == Column(segments=(24,) * 3)
     assert plan["up.first"].style == Column() and plan["up.last"].style == Row()
+
+
+@pytest.mark.cpu
+def test_what_a_narrow_layer_takes_is_dropped_alike_beside_parts_that_are_not() -> None:
+    plan = tpk.make_plan(Block(up=0.5, inside=0.5), 2, example_inputs=X)
+    assert plan["up.base"].style == Column() and plan["down.base"].style == Row()
+    assert plan.random == (("up.base", "down.base"),) and plan.whole_draws == ("up.dropout",)
 
 
 def by_value() -> list[str]:
