@@ -63,6 +63,8 @@ def shared_by_groups(
 ) -> set[int]:
     """Numbers of the groups with tied layers that cut, or sum the gradient of, a parameter which is tied and belongs to
     no layer."""
+    if not ties:
+        return set()
     held: dict[int, int] = {}
     for module in modules.values():
         for parameter in module.parameters(recurse=False):
