@@ -29,7 +29,7 @@ from tpkernels.planning.hints import Hints, hints_for, override_styles
 from tpkernels.planning.modules.layers import Layer, layer_of, own_base
 from tpkernels.planning.modules.source_reads import maybe_read
 from tpkernels.planning.proofs.asked_roles import asked_in_other_pieces, roles_asked_for
-from tpkernels.planning.proofs.decision import SMALL_GROUP, Decision, decide
+from tpkernels.planning.proofs.decision import Decision, decide
 from tpkernels.planning.proofs.hypotheses import Attributes, Slice
 from tpkernels.planning.proofs.inner_blocks import find_inner_blocks
 from tpkernels.planning.proofs.pair_choices import numbers_by_channel, pair_choices, refuse_by_hand, seen_elsewhere
@@ -39,6 +39,7 @@ from tpkernels.planning.proofs.why_alone import Neighbours
 from tpkernels.planning.replays.replay import Role
 from tpkernels.planning.replays.sequence_flow import Stream, follow
 from tpkernels.planning.runs.example_inputs import Observation, observe
+from tpkernels.planning.runs.layer_groups import SMALL_GROUP
 from tpkernels.planning.runs.row_counts import count_rows, elements_in, untrained_in
 from tpkernels.planning.runs.trace_leaks import nothing_left
 from tpkernels.planning.runs.weight_reads import called_by_weight

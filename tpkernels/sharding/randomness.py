@@ -120,9 +120,7 @@ def differ_between(opener: str, closer: str, modules: Mapping[str, nn.Module], m
 def _around(opener: str, closer: str, modules: Mapping[str, nn.Module]) -> nn.Module:
     """The innermost module that holds both and is called."""
     name = opener
-    while not closer.startswith(f"{name}.") or isinstance(modules[name], nn.ModuleList | nn.ModuleDict):
-        if not name:
-            break
+    while name and (not closer.startswith(f"{name}.") or isinstance(modules[name], nn.ModuleList | nn.ModuleDict)):
         name = name.rpartition(".")[0]
     return modules[name]
 

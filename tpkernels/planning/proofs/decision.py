@@ -25,17 +25,15 @@ from tpkernels.planning.proofs.search_again import SearchAgain
 from tpkernels.planning.proofs.tied_groups import Ties, shared_by_groups, unlike_twins
 from tpkernels.planning.replays.replay import Replay, Role, unlike_ranks
 from tpkernels.planning.runs.example_inputs import Observation
-from tpkernels.planning.runs.layer_groups import Group, find_groups
+from tpkernels.planning.runs.layer_groups import SMALL_GROUP, Group, find_groups
 from tpkernels.planning.runs.session import Scope
 from tpkernels.planning.runs.shadow import MODES, Mode, Shadow
 from tpkernels.planning.runs.trace import Recording
 from tpkernels.planning.splits import HandedOn, Unproven, degrees, divisor
 
-__all__ = ["SMALL_GROUP", "Decision", "decide"]
+__all__ = ["Decision", "decide"]
 
 JOINT_ATTEMPTS, JOINT_SLICES = 12, 3
-SMALL_GROUP = 8
-"""Layers; larger groups are residual streams, which nobody expects to be cut by features."""
 
 
 @dataclass

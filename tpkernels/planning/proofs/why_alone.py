@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cached_property
 
-from tpkernels.planning.proofs.decision import SMALL_GROUP, Decision
+from tpkernels.planning.proofs.decision import Decision
 from tpkernels.planning.runs.example_inputs import Observation
-from tpkernels.planning.runs.layer_groups import Component, components
+from tpkernels.planning.runs.layer_groups import SMALL_GROUP, Component, components
 
 __all__ = ["Neighbours"]
 

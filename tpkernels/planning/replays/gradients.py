@@ -56,7 +56,7 @@ class Gradients(Session):
         self.partial |= other.partial
         self._complete |= other._complete
         self._whole_norms |= other._whole_norms
-        self.whole_draws = {**other.whole_draws, **self.whole_draws}
+        self.whole_draws |= other.whole_draws
         self._part_draws |= other._part_draws
         self.cut_norms |= other.cut_norms
         self._whole_channels |= other._whole_channels

@@ -72,6 +72,7 @@ class Replay(WidthSteps):
         self._constants: set[int] = set()
         """Tensors that are the same for each piece, by their ids."""
         self._open_at_entry: dict[str, set[int]] = {}
+        """By module: the groups between whose layers it was called last."""
         self._arguments: dict[str, dict[str, Role]] = {}
         """By module: arguments of which it takes a part."""
         self._begin(0, len(recording.events))

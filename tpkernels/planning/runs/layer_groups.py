@@ -15,10 +15,10 @@ from typing import NamedTuple
 from tpkernels.planning.runs.session import Node
 from tpkernels.planning.runs.trace import Recording
 
-__all__ = ["Component", "Group", "components", "find_groups"]
+__all__ = ["SMALL_GROUP", "Component", "Group", "components", "find_groups"]
 
-MOST_OF_ONE_BLOCK = 8
-"""Layers of attention; more give and take the same features where they are a stream through many blocks."""
+SMALL_GROUP = 8
+"""Layers; larger groups are residual streams, which nobody expects to be cut by features."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def _ways_beside(one: Component, tables: Set[str], sizes: Mapping[str, int]) -> 
     one head (Conformers).  A stream of many layers, to which word embeddings give, is not cut for that."""
     given = one.columns & tables
     columns, blocks = one.columns - given, _blocks_without(one, given)
-    few = len(columns | one.rows) <= MOST_OF_ONE_BLOCK
+    few = len(columns | one.rows) <= SMALL_GROUP
     if given and sum(map(sizes.__getitem__, given)) < sum(map(sizes.__getitem__, columns)) and blocks > (not few):
         yield _Way(columns, one.rows, tables=given)
 
