@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import contextlib
 import os
 import resource
 import time
@@ -69,9 +70,10 @@ def data_segments() -> dict[int, int]:
     found = {}
     for fd in os.listdir("/proc/self/fd"):
         link = f"/proc/self/fd/{fd}"
-        if os.path.islink(link) and "tpkernels-data" in os.readlink(link):
-            status = os.stat(link)
-            found[status.st_ino] = status.st_blocks * 512
+        with contextlib.suppress(FileNotFoundError):  # other threads close theirs meanwhile
+            if "tpkernels-data" in os.readlink(link):
+                status = os.stat(link)
+                found[status.st_ino] = status.st_blocks * 512
     return found
 
 
