@@ -2,7 +2,8 @@
 
 Every rank addresses its peers through pointer tables of its own mapping, as it would NVLink peers. A call is: publish
 the shard; all-gather GEMM while a thread copies the peers' chunks here; GEMM whose partials are pushed into the owners'
-staging, announced in their pads; sum in rank order. Slots alternate between calls, stragglers sleep where it hurts.
+staging, announced in their pads; sum in rank order. Slots alternate between calls. In each call one rank waits until
+its neighbour reads: the neighbour sees its tiles come.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from tpkernels.testing.numeric import Bounded
 from tpkernels.testing.payload import payload
 
 PATIENCE_S = 60.0
-STRAGGLE_S = 0.3  # longer than a rank's tiles take: its peers watch them come
 CHUNK_WORD, MAX_CHUNKS = 16 + 64, 64  # the pad of csrc/cuda/protocol.h
 PAD_WORDS = CHUNK_WORD + 64 * MAX_CHUNKS
 
@@ -42,7 +42,7 @@ class World:
 
 
 class Memory:
-    """Every rank's shard, staging, pad and count of published calls, as this process maps them."""
+    """Every rank's shard, staging, pad and counts of calls: published, and read from; as this process maps them."""
 
     def __init__(self, world: World) -> None:
         size, largest = len(world.shards), max(1, *world.shards)
@@ -50,6 +50,7 @@ class Memory:
         self.staging = [self._map(world, f"staging{r}", (2, size, largest, world.n)) for r in range(size)]
         self.pads = [self._map(world, f"pad{r}", (PAD_WORDS,), torch.int64) for r in range(size)]
         self.published = self._map(world, "published", (size,), torch.int64)
+        self.reading = self._map(world, "reading", (size,), torch.int64)
 
     @staticmethod
     def _map(world: World, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -158,8 +159,9 @@ def _scatter(
         signal_pads=True,
     )
     if call % size == rank:
-        time.sleep(STRAGGLE_S)
+        wait_until(memory.reading[(rank + 1) % size], call + 1)
     kernel.matmul_reduce_scatter(xs[rank], ws[rank], departures, case.config())
+    memory.reading[rank] = call + 1
     rows = world.shards[rank]
     total = torch.zeros(rows, world.n)
     for chunk, (start, stop) in enumerate(chunk_ranges(rows, world.num_chunks)):
