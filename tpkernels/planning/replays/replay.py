@@ -160,7 +160,11 @@ class Replay(WidthSteps):
         except Unproven:
             raise
         except Exception as error:
-            raise raised(error) from error
+            told = raised(error)
+            told.parameters = self._whole_parameters(self.refused)
+            met = {split for tensor in self.refused if (split := self._splits.get(id(tensor))) is not None}
+            told.met = met.pop() if len(met) == 1 else None
+            raise told from error
         if self._at != self._stop:
             raise Unproven("with one rank's sizes the model runs fewer ops")
         self._check_gradients()
