@@ -23,12 +23,13 @@ X = torch.zeros(2, 5, WIDTH)
 
 
 class Attention(nn.Module):
-    """As SAM 2's: queries and keys of one token are multiplied, head by head, and the product is ``dropped``, or not."""
+    """As SAM 2's: queries and keys of one token are multiplied, head by head, and ``what`` becomes of the product."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
         self.what, self.heads, self.memory = what, HEADS, SimpleNamespace()
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mean, self.variance = nn.Buffer(torch.zeros(5)), nn.Buffer(torch.ones(5))
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
@@ -40,6 +41,8 @@ class Attention(nn.Module):
             self.memory.scores = product.softmax(-1)
         elif self.what == "kept as a view":
             self.memory.scores = product[0]
+        elif self.what == "counted":
+            F.batch_norm(product, self.mean, self.variance, training=True)
         elif self.what == "written":
             places = torch.empty_like(product)
             places[:] = product
@@ -61,7 +64,7 @@ def test_heads_are_cut_where_a_product_that_mixes_them_is_dropped() -> None:
 
 
 @pytest.mark.cpu
-@pytest.mark.parametrize("what", ["kept in an object", "kept as a view", "written", "read"])
+@pytest.mark.parametrize("what", ["kept in an object", "kept as a view", "counted", "written", "read"])
 def test_they_are_not_where_anybody_may_read_it(what: str) -> None:
     plan = tpk.make_plan(Attention(what), 2, example_inputs=X)
     assert plan["qkv"].style == plan["out"].style == Column(gather_output=True)

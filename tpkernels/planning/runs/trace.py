@@ -39,7 +39,7 @@ from tpkernels.planning.runs.events import (
 from tpkernels.planning.runs.session import BLANK, Node, Scope, Session
 from tpkernels.planning.runs.shadow import Shadow
 from tpkernels.planning.runs.tensors import can_require_grad, storage_of, tensors_in
-from tpkernels.planning.runs.unread_steps import find_unread
+from tpkernels.planning.runs.unread_steps import find_unread, may_write
 
 __all__ = ["Example", "Recording"]
 
@@ -194,8 +194,9 @@ class Recording(Session):
         whole, named = as_shapes(args), {key: as_shapes(value) for key, value in kwargs.items()}
         shapes, sources = [Shape(t.shape) for t in outputs], self.sources_of(packet, tensors)
         event = Event(packet, whole, named, shapes, sources=sources, constant=constant_of(func, tensors))
-        if func._schema.is_mutable:
+        if may_write(func):
             self._writes.add(len(self.events))
+        if func._schema.is_mutable:
             for output in outputs:
                 if any(output is tensor for tensor in tensors):
                     self._written.setdefault(id(output), [(-1, self.source(output))])

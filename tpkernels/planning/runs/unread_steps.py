@@ -20,7 +20,13 @@ from torch import Tensor
 
 from tpkernels.planning.runs.events import Event, Mixture, Opaque, Source
 
-__all__ = ["find_unread"]
+__all__ = ["find_unread", "may_write"]
+
+
+def may_write(func: Any) -> bool:
+    """Whether the op may write to a tensor; of batch norms, which write to their running means, schemas do not say."""
+    named = {argument.name for argument in func._schema.arguments}
+    return func._schema.is_mutable or "running_mean" in named
 
 
 def find_unread(
