@@ -43,6 +43,10 @@ PLANNER = (
     Edit("planning/replays/replay.py", "if self.place not in self.recording.unread:", "if False:", UNREAD),
     Edit("planning/runs/unread_steps.py", "    if unread:\n", "    if False:\n", UNREAD),
     Edit("planning/runs/unread_steps.py", "number in writes or ", "", UNREAD),
+    Edit("planning/runs/unread_steps.py", 'is_mutable or "running_mean" in named', "is_mutable", UNREAD),
+    Edit(
+        "planning/replays/replay.py", "if any(self._splits.get(id(tensor)) == _UNREAD for", "if any(False for", UNREAD
+    ),
     Edit("planning/runs/trace.py", "self.nodes[node].severed = True", "del node", f"{ALONE} -k another_one_has"),
     Edit(
         "planning/runs/trace.py",

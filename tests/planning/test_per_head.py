@@ -29,8 +29,9 @@ from tpkernels.testing.spawn import Pools
 
 X = torch.zeros(2, 5, per_head.WIDTH)
 ALIBI = ("alibi one", "alibi each")
-CUT = ("norms", "norm of heads", "centred", "layer norm", "sinks", "bias", "bias of a kernel", "gain", "kernel",
-       "config", "distances", "disentangled", "latent", "latent with a gate", "convolved", "convolution called")  # fmt: skip
+CUT = ("norms", "norm of heads", "centred", "layer norm", "sinks", "bias", "bias of a kernel", "gain", "config",
+       "kernel", "distances", "disentangled", "latent", "latent with a gate", "convolved",
+       "convolution called")  # fmt: skip
 
 
 def made(how: str) -> nn.Module:
