@@ -125,9 +125,9 @@ class Shaped(nn.Module):
         x = self.first(x)
         mask = F.pad(x.new_ones(x.shape[0] - 1, 1), (0, 0, 1, 0))
         for block in self.blocks:
-            hidden = block.up(x)
+            hidden = block.up(x) * mask
             made = torch.empty_like(hidden)
-            made[:] = hidden.relu() * mask
+            made[:1], made[1:] = hidden[:1].relu(), hidden[1:].tanh()
             x = x + block.down(made)
         return x
 
