@@ -70,6 +70,8 @@ class Attention(nn.Module):
         self.query_norm, self.key_norm = norm(width), norm(width)
         self.sinks, self.bias = nn.Parameter(torch.randn(heads)), Bias(heads)
         self.gain = nn.Parameter(torch.randn(heads, EACH))
+        if how == "kernel":
+            self.kernel = nn.Parameter(torch.randn(9, heads, EACH))
         if how.startswith("distances"):  # a row for each, which all heads read, as in Conformers and BERT
             self.distances = nn.Embedding(9, EACH)
 
@@ -94,6 +96,9 @@ class Attention(nn.Module):
             places = torch.arange(length)
             rows = self.distances((places[:, None] - places).clamp(-4, 4) + 4)
             scores = scores + torch.einsum("bhld,lrd->bhlr", q, rows)
+        if self.how == "kernel":  # of constants, as Funnel's and XLNet's: torch refuses one for all heads by itself
+            places = torch.linspace(0, 1, 9 * length, dtype=x.dtype).view(length, 9)
+            scores = scores + torch.einsum("bhld,rhd->bhlr", q, torch.einsum("rc,chd->rhd", places, self.kernel))
         if self.how == "bias":
             scores = scores + self.bias(length)
         if self.how == "sinks":

@@ -30,7 +30,8 @@ from tpkernels.testing.spawn import Pools
 X = torch.zeros(2, 5, per_head.WIDTH)
 ALIBI = ("alibi one", "alibi each")
 CUT = ("norms", "norm of heads", "centred", "layer norm", "sinks", "bias", "bias of a kernel", "gain", "config",
-       "distances", "disentangled", "latent", "latent with a gate", "convolved", "convolution called")  # fmt: skip
+       "kernel", "distances", "disentangled", "latent", "latent with a gate", "convolved",
+       "convolution called")  # fmt: skip
 
 
 def made(how: str) -> nn.Module:
@@ -80,6 +81,8 @@ def test_a_plan_cuts_what_belongs_to_the_heads(how: str) -> None:
         assert not any(cut.dim for cut in plan["query_norm"].parameters), "weight and bias are cut"
     elif how == "config":
         assert plan["qkv"].style == Column(segments=(24, 24, 24)) and plan.attributes == {"config.heads": (6, (3, 3))}
+    elif how == "kernel":
+        assert plan[""].style == Sliced((("kernel", 1),))
     elif how.startswith("bias"):
         assert plan["bias"].style == Sliced((("table", 1),))
         assert plan["bias"].parameters[0].local_shapes == ((9, 3), (9, 3))

@@ -7,6 +7,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tpkernels as tpk
@@ -109,6 +110,33 @@ def test_a_layer_that_is_cut_by_itself_has_a_reason(how: str, reason: str) -> No
     plan = tpk.make_plan(Pair(how), 2, example_inputs=torch.zeros(3, 8))
     assert plan["up"].style == Column(gather_output=True)
     assert f"(not with its neighbours: {reason})" in plan["up"].reason
+
+
+class Shaped(nn.Module):
+    """Tensors that have the shape of others: a mask of what the first layer gives, as Funnel makes it, and one that
+    code writes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(Pair("") for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        mask = F.pad(x.new_ones(x.shape[0] - 1, 1), (0, 0, 1, 0))
+        for block in self.blocks:
+            hidden = block.up(x) * mask
+            made = torch.empty_like(hidden)
+            made[:1], made[1:] = hidden[:1].relu(), hidden[1:].tanh()
+            x = x + block.down(made)
+        return x
+
+
+@pytest.mark.cpu
+def test_nothing_comes_from_a_tensor_whose_shape_another_one_has_but_what_is_written_to_that() -> None:
+    plan = tpk.make_plan(Shaped(), 2, example_inputs=torch.zeros(3, 8))
+    for block in ("blocks.0", "blocks.1"):
+        assert plan[f"{block}.up"].style == Column() and plan[f"{block}.down"].style == Row()
 
 
 @pytest.mark.cpu

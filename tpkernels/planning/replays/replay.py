@@ -9,7 +9,8 @@ is complete or known to be a sum over the ranks, and nothing cut leaves the mode
 parameter that does has its gradients summed.
 
 What the run does not show proves nothing.  A ``torch.autograd.Function`` of the model's own has a backward that is not
-seen.  Where nothing is proven of an op, its results must not be read.  Numbers that Python makes from sizes are
+seen.  Where nothing is proven of an op, its results must not be read, neither here nor in the whole model's run
+(:mod:`tpkernels.planning.runs.unread_steps`).  Numbers that Python makes from sizes are
 compared between the two runs, and so is which tensor each op takes.
 Ranks whose number of heads differs from the first rank's have a replay of their own (:func:`unlike_ranks`).
 """
@@ -39,6 +40,8 @@ from tpkernels.planning.splits import HandedOn, Split, Unproven, divisor, how, p
 __all__ = ["Replay", "Role", "unlike_ranks"]
 
 aten = torch.ops.aten
+_UNREAD = Split(-1, ())
+"""Of results that nobody reads: nothing is proven of them."""
 _CONSTANT = {aten.zeros, aten.ones, aten.full, aten.new_zeros, aten.new_ones, aten.new_full, aten.empty, aten.new_empty}
 
 
@@ -157,7 +160,11 @@ class Replay(WidthSteps):
         except Unproven:
             raise
         except Exception as error:
-            raise raised(error) from error
+            told = raised(error)
+            told.parameters = self._whole_parameters(self.refused)
+            met = {split for tensor in self.refused if (split := self._splits.get(id(tensor))) is not None}
+            told.met = met.pop() if len(met) == 1 else None
+            raise told from error
         if self._at != self._stop:
             raise Unproven("with one rank's sizes the model runs fewer ops")
         self._check_gradients()
@@ -183,8 +190,10 @@ class Replay(WidthSteps):
         try:
             answers = self._answers(func, event, (local, local_kwargs), splits, (args, kwargs))
         except Unproven as error:
-            error.parameters = self._whole_parameters(tensors)
-            raise
+            if self.place not in self.recording.unread:
+                error.parameters = self._whole_parameters(tensors)
+                raise
+            answers = [_UNREAD] * len(event.outputs)
         out = self._run_op(func, args, kwargs, tensors)
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         if len(outputs) != len(event.outputs):
@@ -194,7 +203,7 @@ class Replay(WidthSteps):
             self._constants.add(id(outputs[0]))
         for output, shape, answer in zip(outputs, event.outputs, answers, strict=True):
             expected = shape if answer is None else answer.local_shape(shape, self.world_size, self.rank)
-            if tuple(output.shape) != tuple(expected):
+            if answer != _UNREAD and tuple(output.shape) != tuple(expected):
                 raise Unproven(f"{packet} gives {list(output.shape)} where one rank's part is {list(expected)}")
             if func._schema.is_mutable and any(output is part for part in self.slices.values()):
                 raise Unproven(f"{packet} writes to a parameter or buffer of which a rank has a part")
@@ -266,6 +275,8 @@ class Replay(WidthSteps):
     ) -> list[Split | None] | None:
         """How the results are cut; None for a constant, for which its shape suffices."""
         tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+        if any(self._splits.get(id(tensor)) == _UNREAD for tensor in tensors):
+            raise Unproven(f"{event.packet} takes a result of which nothing is proven, because nobody was to read it")
         both = ((event.whole, event.kwargs), local)
         if not same_scalars(*(without_sizes(event.packet, *arguments) for arguments in both)):
             raise Unproven(f"an argument of {event.packet} depends on the number of features of one rank")

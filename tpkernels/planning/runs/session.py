@@ -39,7 +39,7 @@ from tpkernels.planning.runs.shadow import Shadow
 from tpkernels.planning.runs.tensors import can_require_grad, storage_of, tensors_in, written_by
 from tpkernels.planning.runs.weight_reads import scaled_layer
 
-__all__ = ["Node", "Scope", "Session"]
+__all__ = ["BLANK", "Node", "Scope", "Session"]
 
 aten = torch.ops.aten
 
@@ -49,8 +49,8 @@ Origin = frozenset[str] | None
 Complex numbers have one as well, which may become real again.  Whole numbers and conditions have none: no gradient
 passes them, and what is made of them is a constant to the gradients.
 """
-_BLANK = {aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like, aten.new_zeros, aten.new_ones,
-          aten.new_full, aten.new_empty}  # fmt: skip
+BLANK = {aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like, aten.new_zeros, aten.new_ones,
+         aten.new_full, aten.new_empty}  # fmt: skip
 """Ops that take the shape of a tensor and none of its numbers."""
 
 
@@ -67,7 +67,7 @@ class Node:
     convolution: str | None = None
     """Over all channels, whose result this is."""
     severed: bool = False
-    """Its results are whole numbers or conditions, which no gradient passes."""
+    """No gradient passes: its results are whole numbers or conditions, or have the shape of its inputs alone."""
 
 
 @dataclass
@@ -123,6 +123,8 @@ class Session(TorchDispatchMode):
         self.branches_in: str | None = None
         """The module that is asking for a condition, and is not known to."""
         self.failed_in: str | None = None
+        self.refused: list[Tensor] = []
+        """What the last function of torch was given that raised."""
         self.met_real_cache = False
         self._born: dict[int, str] = {}
         """Storages that opaque modules made, but for their results."""
@@ -400,7 +402,7 @@ class Session(TorchDispatchMode):
 
     def pass_origins(self, func: Any, tensors: list[Tensor], outputs: list[Tensor]) -> None:
         """Give outputs the origins of the inputs."""
-        if func.overloadpacket in _BLANK:
+        if func.overloadpacket in BLANK:
             return
         found = [self.origin(tensor) for tensor in tensors if self.has_origin(tensor)]
         if not found:

@@ -36,9 +36,10 @@ from tpkernels.planning.runs.events import (
     constant_of,
     is_random,
 )
-from tpkernels.planning.runs.session import Node, Scope, Session
+from tpkernels.planning.runs.session import BLANK, Node, Scope, Session
 from tpkernels.planning.runs.shadow import Shadow
 from tpkernels.planning.runs.tensors import can_require_grad, storage_of, tensors_in
+from tpkernels.planning.runs.unread_steps import find_unread, may_write
 
 __all__ = ["Example", "Recording"]
 
@@ -101,6 +102,10 @@ class Recording(Session):
         self.outputs: list[int] = []
         self.results: set[Source] = set()
         """Tensors among what the model returns."""
+        self.unread: frozenset[int] = frozenset()
+        """Ops whose results nobody reads, in a run of the model."""
+        self._writes: set[int] = set()
+        """Ops that write to tensors."""
         self.layer_rows: dict[str, int] = {}
         """Rows of each layer's input, over all calls."""
         self.gradient_rows: dict[str, int] = {}
@@ -130,6 +135,8 @@ class Recording(Session):
         self._to_opaque: list[int] = []
         self._node_of: dict[int, int] = {}
         self._noise: set[int] = set()
+        self._blank: dict[int, int] = {}
+        """Nodes of tensors that have the shape of others and none of their numbers, by their storages."""
         self._open: list[Scope] = []
 
     def also(self, other: Recording) -> None:
@@ -158,8 +165,9 @@ class Recording(Session):
             self.kept.append(leaf)
         with self.shadow.running(self):
             out = call.run(self.shadow.model)
-        self.kept.append(out)
-        self.results = {self.source(tensor) for tensor in tensors_in(out)}
+            self.kept.append(out)
+            self.results = {self.source(tensor) for tensor in tensors_in(out)}
+            self.unread = find_unread(self.events, self.made, self.kept, self.results, self._writes)
         self.outputs = [self._node_of[id(t)] for t in tensors_in(out) if id(t) in self._node_of] + self._to_opaque
 
     def run_scope(self, scope: Scope, recording: Recording) -> Scope:
@@ -177,6 +185,7 @@ class Recording(Session):
         out = func(*args, **kwargs)
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         self._link(tensors, outputs, is_random(func, args))
+        self._note_blank(func, tensors, outputs)
         self.pass_origins(func, tensors, outputs)
         packet = canonical(func)
         if packet in TRANSPARENT:
@@ -185,11 +194,24 @@ class Recording(Session):
         whole, named = as_shapes(args), {key: as_shapes(value) for key, value in kwargs.items()}
         shapes, sources = [Shape(t.shape) for t in outputs], self.sources_of(packet, tensors)
         event = Event(packet, whole, named, shapes, sources=sources, constant=constant_of(func, tensors))
-        for output in outputs if func._schema.is_mutable else ():
-            if any(output is tensor for tensor in tensors):
-                self._written.setdefault(id(output), [(-1, self.source(output))])
+        if may_write(func):
+            self._writes.add(len(self.events))
+        if func._schema.is_mutable:
+            for output in outputs:
+                if any(output is tensor for tensor in tensors):
+                    self._written.setdefault(id(output), [(-1, self.source(output))])
         self._add(event, outputs)
         return out
+
+    def _note_blank(self, func: Any, tensors: list[Tensor], outputs: list[Tensor]) -> None:
+        """Nothing comes from the tensor whose shape another one has (a mask of ``x.new_ones(...)``), unless code writes
+        to that: what it writes belongs with the tensor."""
+        if func.overloadpacket in BLANK and (node := self._node_of.get(id(outputs[0]))) is not None:
+            self.nodes[node].severed = True
+            self._blank[storage_of(outputs[0])] = node
+        elif func._schema.is_mutable:
+            for storage in {storage_of(tensor) for tensor in tensors} & self._blank.keys():
+                self.nodes[self._blank.pop(storage)].severed = False
 
     def _note_readers(self, tensors: list[Tensor]) -> None:
         """Note code that reads parameters past the modules that own them."""

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from tpkernels.nn.by_weight import WeightCalls
 from tpkernels.planning.modules.layers import own_base
+from tpkernels.planning.runs.tensors import tensors_in
 from tpkernels.planning.styles import Replicate, Style
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def scaled_layer(shadow: Shadow, func: Any, args: tuple[Any, ...]) -> str | None
 
 
 class WeightReads(WeightCalls):
-    """Within it, such products are calls of the session's layers."""
+    """Within it, such products are calls of the session's layers, and the session knows what a function refused."""
 
     def __init__(self, session: Session) -> None:
         super().__init__(())
@@ -68,7 +69,11 @@ class WeightReads(WeightCalls):
         name = self.session.shadow.weights.get(id(args[0])) if func in _CONVERSIONS else None
         if name is not None and sys._getframe(1).f_globals["__name__"].split(".")[0] != "torch":  # module.to()
             self.session.weight_converted(name)
-        return super().__torch_function__(func, types, args, kwargs)
+        try:
+            return super().__torch_function__(func, types, args, kwargs)
+        except Exception:
+            self.session.refused = tensors_in((args, kwargs))
+            raise
 
     def layer_of(self, weight: Any) -> nn.Module | None:
         name = self.session.shadow.weights.get(id(weight))
