@@ -96,6 +96,42 @@ class Conformer(nn.Module):
         return y
 
 
+class Causal(nn.Conv1d):
+    """Code of its own around torch's, as in Moonshine: it pads, and gives more than a tensor."""
+
+    mixes, reads = False, False
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
+        y: Tensor = super().forward(nn.functional.pad(x, (self.kernel_size[0] - 1, 0)))
+        if self.mixes:
+            y = y - y.mean(1, keepdim=True)
+        if self.reads:
+            y = y * size_of(self)
+        return (y if mask is None else y * mask), mask
+
+
+def size_of(module: nn.Module) -> Tensor:
+    found: Tensor = module.weight.abs().mean()  # type: ignore[operator]
+    return found
+
+
+class Streaming(nn.Module):
+    """Convolutions within code of their own, the one of each channel by itself, too."""
+
+    def __init__(self, **first: bool) -> None:
+        super().__init__()
+        self.first, self.depthwise, self.second = Causal(3, 7, 3), Causal(7, 7, 2, groups=7), Causal(7, 4, 2)
+        vars(self.first).update(first)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(2)
+        mask = x[:, :1] == x[:, :1]
+        x, mask_of_x = self.first(x, mask=mask)
+        x, _ = self.depthwise(x.relu())
+        y, _ = self.second(x.relu(), mask_of_x)
+        return y
+
+
 class Snake(nn.Module):
     """The activation of neural codecs, which has a number for each channel (DAC)."""
 
@@ -177,6 +213,20 @@ class Reading(nn.Module):
         if self.what == "weight is read":
             y = y * self.second.weight.mean()
         return y * h.mean() if self.what == "part leaves" else y
+
+
+class Dropped(nn.Module):
+    """Between two convolutions parts are dropped, and what is whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = conv(3, 8), conv(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = nn.functional.dropout(self.first(x), 0.5, self.training)
+        beside = nn.functional.dropout(x.mean(), 0.5, self.training)
+        y: Tensor = self.second(parts) + beside
+        return y
 
 
 class Turned(nn.Module):
@@ -292,6 +342,7 @@ CUT: dict[str, Callable[[], nn.Module]] = {
     "halves of both": lambda: OtherGates(nn.ReLU()),
     "frozen": lambda: nn.Sequential(conv(3, 7), Frozen(7), nn.ReLU(), conv(7, 4)),
     "snake": snake, "in three": Taken,
+    "own code": Streaming,
     "gated rows": lambda: nn.Sequential(conv(3, 7), nn.GLU(2), conv(7, 4)),
 }  # fmt: skip
 WHOLE: dict[str, Callable[[], nn.Module]] = {
@@ -313,7 +364,9 @@ WHOLE: dict[str, Callable[[], nn.Module]] = {
     "another order of gates": lambda: OtherGates(nn.BatchNorm2d(12)),
     "halves of halves": lambda: nn.Sequential(conv(3, 12), nn.GLU(1), nn.GLU(1), conv(3, 4)),
     "literal sizes": lambda: Taken(5, 5, 5),
-    "dropped": lambda: nn.Sequential(conv(3, 8), nn.Dropout(0.5), conv(8, 4)),
+    "own code mixes channels": lambda: Streaming(mixes=True),
+    "own code reads the weight": lambda: Streaming(reads=True),
+    "dropped with the whole": Dropped,
 }
 
 

@@ -36,7 +36,7 @@ PAIRS = {
     "three dimensions": ("1 4", "2"), "head": ("0", "1"),
     "conformer": ("1.expand 1.project 2.expand 2.project", "1.depthwise 1.norm 2.depthwise 2.norm"),
     "layer norm": ("1.expand 1.project", "1.depthwise"), "in three": ("first second", ""), "gated rows": ("0 2", ""),
-    "frozen": ("0 3", "1"),
+    "frozen": ("0 3", "1"), "own code": ("first second", "depthwise"),
     "snake": ("2.layers.1 2.layers.3 3.layers.1 3.layers.3", "2.layers.2 3.layers.2"),
 }  # fmt: skip
 """By model: the convolutions that are cut in pairs, and what is cut between them."""
@@ -71,7 +71,10 @@ def test_a_convolution_gives_its_channels_to_one_that_sums_them(name: str) -> No
         assert plan["1.norm"].style == PartNorm(1e-5, centred=True)
     if name == "snake":
         assert plan["2.layers.2"].style == Sliced((("alpha", 1),))
-        assert plan["1"].reason == "by its output channels, gathered"
+        assert (
+            plan["1"].reason
+            == "by its output channels, gathered (not in a pair: 1 also gives to a result of the model)"
+        )
     if name == "head":
         assert plan["5"].style == Row()
     if name == "basic":
@@ -308,10 +311,37 @@ def test_values_gradients_and_buffers_are_those_of_the_whole_model(ranks: Pools,
             "conformer",
             "snake",
             "frozen",
+            "own code",
         ]
     )
     assert ranks(world).run(compare, names, timeout=LIMIT_S) == [[]] * world
     assert ranks(world).run(by_hand, timeout=LIMIT_S) == [[]] * world
+
+
+def drops() -> dict[str, Any]:
+    """What dropout leaves of ones between a pair, and what comes of it."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Conv2d(3, 64, 1), nn.Dropout(0.5), nn.Conv2d(64, 4, 1)).double()
+    x = inputs("two")
+    plan = tpk.make_plan(model, tp_mesh(), example_inputs=x)
+    tpk.parallelize(model, tp_mesh(), tpk.ShardingPlan.from_json(plan.to_json())).train()
+    found: dict[str, Any] = {"plan": (paired(plan), plan.random)}
+
+    def dropped(module: nn.Module, args: Any, output: Tensor) -> None:
+        found["mask"] = output.detach() == 0
+
+    dropped.takes_parts = True  # type: ignore[attr-defined]
+    model[1].register_forward_hook(dropped)
+    torch.manual_seed(7)
+    return found | {"y": model(x).detach(), "next": torch.rand(())}
+
+
+@pytest.mark.gloo
+def test_dropout_between_a_pair_differs_on_the_channels_of_each_rank(ranks: Pools) -> None:
+    one, other = ranks(2).run(drops, timeout=LIMIT_S)
+    assert one["plan"] == other["plan"] == ("0 2", (("0", "2"),))
+    assert torch.equal(one["y"], other["y"]) and torch.equal(one["next"], other["next"])
+    assert 0.4 < (one["mask"] == other["mask"]).double().mean() < 0.6, "independent masks agree on half of them"
 
 
 def over_replicas() -> list[str]:

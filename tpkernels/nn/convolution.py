@@ -24,6 +24,7 @@ have to cut, and fewer channels than would give each rank one.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any, NoReturn, cast
 
@@ -48,14 +49,18 @@ __all__ = [
     "channel_dims",
     "channels_in",
     "convolve",
+    "convolved",
     "cut_channels",
     "cut_kind",
     "fresh_like",
     "is_convolution",
     "own_code",
     "why_not_cut",
+    "within_own_code",
 ]
 
+convolved: ContextVar[Callable[[nn.Module, Tensor, Tensor], None] | None] = ContextVar("convolved", default=None)
+"""Who is told of what a convolution that is cut, within code of its own, takes from that and gives to it."""
 _CALLS: dict[bool, dict[int, Callable[..., Tensor]]] = {
     False: {1: F.conv1d, 2: F.conv2d, 3: F.conv3d},
     True: {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d},
@@ -88,6 +93,12 @@ def own_code(module: nn.Module) -> type[nn.Module] | None:
     """
     base: Any = next((base for base in _BASES if isinstance(module, base)), None)
     return None if base is None or type(module).forward is _TORCHS[base]["forward"] else base
+
+
+def within_own_code(module: nn.Module) -> bool:
+    """Whether a convolution, whole or cut, is called by code of its own, which a call of the module runs."""
+    within = getattr(type(module), "_tpk_within", None)
+    return own_code(module) is not None if within is None else within
 
 
 def why_not_cut(module: nn.Module, world_size: int, same_bits: int = 0) -> str | None:
@@ -158,7 +169,10 @@ def cut_kind(cls: type[nn.Module], forward: Callable[..., Tensor], *, paired: bo
 
     def conv_forward(self: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """What torch's ``forward`` calls, which code of a subclass calls; weight and bias are the module's own."""
-        return forward(self, input)
+        y = forward(self, input)
+        if (told := None if torch.compiler.is_compiling() else convolved.get()) is not None:
+            told(self, input, y)
+        return y
 
     called: dict[str, Any] = {"_conv_forward": conv_forward} if own else {"forward": forward}
 
@@ -171,6 +185,7 @@ def cut_kind(cls: type[nn.Module], forward: Callable[..., Tensor], *, paired: bo
             )
         return cls(*args, **kwargs) if args or kwargs else object.__new__(made)
 
+    called |= {"_tpk_convolves": staticmethod(forward), "_tpk_within": own}
     members = called | {"__new__": new, "reset_parameters": _reset_parameters, "extra_repr": _extra_repr}
     named = {"__module__": cls.__module__, "__doc__": cls.__doc__, "__qualname__": cls.__qualname__}
     return cast("type[nn.Module]", type(cls.__name__, (cls,), members | named))

@@ -18,9 +18,9 @@ each, one after the other, and has a module for each, ``part0``, ``part1``, ...,
 (:mod:`tpkernels.nn.packed`).  So has one that takes parts of several runs of channels (a concatenation of what is cut),
 for the runs of its weight.
 
-It refuses groups, code and weight norms of a convolution's own, fewer channels than would give each rank one, and
-groups that give the same bits at every degree (``same_bits``): the bits of a convolution may depend on the number of
-its channels.
+Code of a subclass around ``super().forward`` goes on, and meets a rank's channels: who plans has to see to that.  It
+refuses groups, weight norms, fewer channels than would give each rank one, and groups that give the same bits at every
+degree (``same_bits``): the bits of a convolution may depend on the number of its channels.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ from tpkernels.nn.convolution import (
     copy_fresh,
     cut_kind,
     fresh_like,
-    own_code,
     why_not_cut,
 )  # fmt: skip
 from tpkernels.nn.normed_weight import weight_norm_of
@@ -66,8 +65,8 @@ def why_not_paired(
     if why is not None:
         return why
     convolution = cast(_ConvNd, module)
-    if own_code(module) is not None or weight_norm_of(module) is not None:
-        return "has code of its own, or a weight that a norm makes, which are for whole channels"
+    if weight_norm_of(module) is not None:
+        return "has a weight that a norm makes, which is for whole channels"
     if convolution.groups > 1:
         return f"has {convolution.groups} groups of channels, and would be cut along its channels for all groups"
     if inputs and 0 in chunk_sizes(convolution.in_channels, world_size):
@@ -131,7 +130,7 @@ def pair_channels(
 
 def gives_channels(module: nn.Module) -> bool:
     """Whether a call of ``module`` gives this rank's channels."""
-    return getattr(type(module), "forward", None) in (_give, _give_parts, _take_and_give)
+    return getattr(type(module), "_tpk_convolves", None) in (_give, _give_parts, _take_and_give)
 
 
 def segments_given(module: nn.Module) -> tuple[int, ...]:
@@ -146,7 +145,7 @@ def segments_taken(module: nn.Module) -> tuple[int, ...]:
 
 def takes_channels(module: nn.Module) -> bool:
     """Whether a call of ``module`` takes this rank's channels."""
-    return getattr(type(module), "forward", None) in (_take, _take_and_give)
+    return getattr(type(module), "_tpk_convolves", None) in (_take, _take_and_give)
 
 
 def _give(self: Any, input: Tensor, output_size: list[int] | None = None) -> Tensor:

@@ -159,7 +159,7 @@ class _Planner:
         if self.traced:
             self._from_data_flow(kept)
             assert self.observation is not None
-            self.neighbours = Neighbours(self.observation, self.decision)
+            self.neighbours = Neighbours(self.observation, self.decision, pairs=not parts and not degrees())
         for name, reason in kept.items():
             self.chosen.setdefault(name, Chosen(Replicate(), "default", reason))
         read, tied = self._read_directly(), self._tied()
@@ -172,7 +172,7 @@ class _Planner:
             self.chosen[name] = sums_its_gradient(self.chosen[name])
         self.chosen |= attention_choices(self.modules, self.chosen, self.world_size, read, tied)
         self.chosen |= convolution_choices(
-            self.modules, self.chosen, self.world_size, read, tied, self.observation, self.decision.unpaired
+            self.modules, self.chosen, self.world_size, read, tied, self.observation, self._why_unpaired
         )
         if self.observation is not None:
             self.chosen |= experts_choices(
@@ -415,6 +415,9 @@ class _Planner:
         why += f" (not with its neighbours: {apart})" if apart else ""
         why += " (not called by the example)" if self.traced and not self._is_seen(name) else ""
         return by_rule(layer, why, tied=name in self._tied())
+
+    def _why_unpaired(self, name: str) -> str:
+        return "" if self.neighbours is None else self.neighbours.why_unpaired(name)
 
     def _tied(self) -> dict[str, list[str]]:
         return tied_modules(self.modules)

@@ -25,7 +25,7 @@ from tpkernels.comm.groups import GroupLike, resolve
 from tpkernels.errors import FallbackPlanWarning
 from tpkernels.gemm.canonical import check_job
 from tpkernels.nn.by_weight import call_by_weight
-from tpkernels.nn.convolution import cut_channels
+from tpkernels.nn.convolution import cut_channels, own_code
 from tpkernels.nn.copied_heads import check_copies
 from tpkernels.nn.cut_experts import CutExperts, call_inner, caller_of
 from tpkernels.nn.multihead import ParallelMultiheadAttention, why_not_parallel
@@ -315,7 +315,8 @@ def _explicit(plan: Mapping[str, object], model: nn.Module, modules: Mapping[str
     styles = {name: as_style(name, style, embedding=_is_table(modules[name])) for name, style in matched.items()}
     for name, style in styles.items():
         parts = isinstance(style, Row) or (isinstance(style, Column) and not style.gather_output)
-        if parts and own_base(modules[name]) is not None:
+        around = own_code(modules[name]) if isinstance(style, Channels) and style.paired else None
+        if around is not None or (parts and own_base(modules[name]) is not None):
             raise ValueError(
                 f"module {name!r} is a {type(modules[name]).__name__}, whose own code around torch's forward would "
                 "meet one rank's part, which only a plan of make_plan has proven to be right"

@@ -17,6 +17,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.module import register_module_forward_hook
 
 from tpkernels.nn.column import ColumnParallelLinear
+from tpkernels.nn.convolution import convolved, within_own_code
 from tpkernels.nn.copied_heads import CopiedHeadsLinear
 from tpkernels.nn.feature_embedding import FeatureParallelEmbedding
 from tpkernels.nn.multihead import ParallelMultiheadAttention
@@ -70,6 +71,7 @@ class Followed(AbstractContextManager["Followed"]):
                 self.parts.mark(tensor, frozenset([Split(dim, (tensor.shape[dim],))]))
         told = read_packed.set(self._packed_read)
         self.stack.callback(read_packed.reset, told)
+        self.stack.callback(convolved.reset, convolved.set(self._convolved))
         self.stack.enter_context(self.parts)
         return self
 
@@ -88,13 +90,17 @@ class Followed(AbstractContextManager["Followed"]):
             self.parts.mark(output, frozenset([Split(output.dim() - 1, sizes, copied=copied, behind=behind)]))
         if isinstance(module, RowParallelLinear) and not module.split_input and id(module) not in self.own_rows:
             self._check_row(module, -1, *args, **kwargs)
-        self._follow_channels(module, args, output)
+        if not within_own_code(module):
+            self._follow_channels(module, args[0] if args else None, output)
         if module is not self.model:
             self._check_hooks(module, args, kwargs, output)
 
-    def _follow_channels(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _convolved(self, module: nn.Module, x: Tensor, output: Tensor) -> None:
+        if threading.get_ident() == self.thread and id(module) in self.names:
+            self._follow_channels(module, x, output)
+
+    def _follow_channels(self, module: nn.Module, x: Any, output: Any) -> None:
         """Mark what is cut by channels as the plan has proven it, and check what takes it."""
-        x = args[0] if args else None
         if not isinstance(output, Tensor) or not isinstance(x, Tensor):
             return
         if takes_channels(module):

@@ -101,9 +101,10 @@ def differ_between(opener: str, closer: str, modules: Mapping[str, nn.Module], m
         nonlocal running
         running = False
 
-    def opened(module: nn.Module, args: Any, output: Tensor) -> None:
+    def opened(module: nn.Module, args: Any, output: Any) -> None:
         if module.training and not (running and fork.shared is not None):
-            fork.enter(output.device, _mesh(module, mesh).get_local_rank())
+            given = output if isinstance(output, Tensor) else args[0]  # code of a layer's own may give more
+            fork.enter(given.device, _mesh(module, mesh).get_local_rank())
 
     def closing(module: nn.Module, args: Any) -> None:
         if module.training:

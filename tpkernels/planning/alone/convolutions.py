@@ -10,7 +10,7 @@ convolution whose weight they may read past it stays whole.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -26,8 +26,7 @@ from tpkernels.planning.entries.plan_entries import Chosen
 from tpkernels.planning.modules.own_code import calls_super
 from tpkernels.planning.modules.source_reads import maybe_read
 from tpkernels.planning.runs.example_inputs import Observation
-from tpkernels.planning.runs.layer_groups import Group
-from tpkernels.planning.splits import Unproven, degrees, divisor
+from tpkernels.planning.splits import degrees, divisor
 from tpkernels.planning.styles import Channels, Replicate
 
 __all__ = ["check_channels", "convolution_choices"]
@@ -40,11 +39,11 @@ def convolution_choices(
     read: Container[str],
     tied: Container[str],
     observation: Observation | None,
-    unpaired: Mapping[Group, Unproven],
+    unpaired: Callable[[str], str],
 ) -> dict[str, Chosen]:
     """What happens to torch's convolutions for which nothing is ``chosen`` yet.
 
-    ``read``: modules whose parameters are read past them; ``unpaired``: why groups of layers are not cut in pairs.
+    ``read``: modules whose parameters are read past them; ``unpaired``: why a convolution is not cut in a pair.
 
     Raises:
         ValueError: an override asks for channels of a module that cannot be cut so.
@@ -59,13 +58,12 @@ def convolution_choices(
         called = set()
     unseen = maybe_read(modules[""]) if not convolutions.keys() <= called else {}
     found: dict[str, Chosen] = {}
-    alone = _why_alone(unpaired)
     for name, module in convolutions.items():
-        why = _why_not(module, divisor(world_size), degrees()) or _why_whole(name, module, read, tied)
+        why = _why_own(module) or why_not_cut(module, divisor(world_size), degrees())
+        why = why or _why_whole(name, module, read, tied)
         if why is None and name not in called and name in unseen:
             why = f"has a weight that the code of {unseen[name]} may use without calling the module"
-        cut = Chosen(Channels(), "rule", f"by its output channels, gathered{alone.get(name, '')}")
-        found[name] = cut if why is None else Chosen(Replicate(), "default", why)
+        found[name] = _gathered(unpaired(name)) if why is None else Chosen(Replicate(), "default", why)
     for name, choice in (chosen | found).items():
         if isinstance(modules[name], _ConvNd) and weight_norm_of(modules[name]) is not None:
             inner = f"{name}.{NORMED}" if name else NORMED
@@ -73,34 +71,31 @@ def convolution_choices(
     return found
 
 
-def _why_alone(unpaired: Mapping[Group, Unproven]) -> dict[str, str]:
-    """For each layer: why the smallest group that it could have been cut with is not."""
-    found: dict[str, str] = {}
-    for group, error in sorted(unpaired.items(), key=lambda item: len(item[0].layers)):
-        for name in group.layers:
-            found.setdefault(name, f" (not in a pair: {error.reason})")
-    return found
+def _gathered(unpaired: str) -> Chosen:
+    return Chosen(Channels(), "rule", f"by its output channels, gathered{unpaired and f' (not in a pair: {unpaired})'}")
 
 
 def check_channels(
     name: str, module: nn.Module, world_size: int, style: Channels | None = None, same_bits: int = 0
 ) -> None:
     """Refuse to cut ``module`` by channels where that cannot be done."""
-    why = _why_not(module, world_size, same_bits)
-    if style is not None and style.paired:
+    why = _why_own(module)
+    if why is None and style is not None and style.paired:
         sizes = {"segments": style.segments, "taken": style.taken}
         gives = not style.gather_output
         why = why_not_paired(module, world_size, inputs=style.inputs, outputs=gives, **sizes)
+    elif why is None:
+        why = why_not_cut(module, world_size, same_bits)
     if why is not None:
         raise ValueError(f"module {name!r} is a {type(module).__name__} that cannot be cut by channels: it {why}")
 
 
-def _why_not(module: nn.Module, world_size: int, same_bits: int) -> str | None:
+def _why_own(module: nn.Module) -> str | None:
     base: Any = own_code(module)
     kind: Any = type(module)
     if base is not None and not calls_super(kind, base):
         return "is no convolution as torch's are: it has code of its own that may use the weight"
-    return why_not_cut(module, world_size, same_bits)
+    return None
 
 
 def _why_whole(name: str, module: _ConvNd, read: Container[str], tied: Container[str]) -> str | None:

@@ -6,7 +6,8 @@ and convolutions in groups.  A rank that has whole groups of the channels comput
 its part of the parameters and buffers, and its number of groups.
 
 A module counts if a call runs torch's own code and nothing else hangs on it: hooks and parametrizations would see a
-part, and a tensor that another module shares would be cut there, too.
+part, and a tensor that another module shares would be cut there, too.  Code of a convolution's own around
+``super().forward(x)`` (a pad before it) is a part of the model around the convolution, and is proven as that is.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
 
 from tpkernels.nn.convolution import is_convolution, own_code
+from tpkernels.planning.modules.own_code import calls_super
 from tpkernels.planning.splits import share
 
 __all__ = ["ChannelCall", "ChannelParts", "channels_of", "is_batched", "parts_by_channel", "works_by_channel"]
@@ -65,18 +67,27 @@ class ChannelParts(NamedTuple):
 
 def channels_of(module: nn.Module) -> tuple[int, int] | None:
     """Input and output channels of a convolution over all channels; None for any other module."""
-    if not isinstance(module, _ConvNd) or module.groups > 1 or not _is_plain(module) or not is_convolution(module):
+    if not isinstance(module, _ConvNd) or module.groups > 1 or not _is_plain(module) or not _convolves(module):
         return None
-    return None if own_code(module) is not None else (module.in_channels, module.out_channels)
+    return module.in_channels, module.out_channels
 
 
 def works_by_channel(module: nn.Module) -> bool:
-    """Whether it works on each channel, or each group of channels, by itself."""
+    """Whether it works on each channel, or each group of channels, by itself; within code of its own, on each channel,
+    as calls of a parallel model can be followed there."""
     if isinstance(module, _ConvNd):
-        return module.groups > 1 and _is_plain(module) and is_convolution(module) and own_code(module) is None
+        alone = module.groups == module.in_channels == module.out_channels or own_code(module) is None
+        return module.groups > 1 and alone and _is_plain(module) and _convolves(module)
     base: Any = next((base for base in _NORMS if isinstance(module, base)), None)
     kind: Any = type(module)
     return base is not None and _is_plain(module) and all(getattr(kind, k) is v for k, v in _TORCHS[base].items())
+
+
+def _convolves(module: nn.Module) -> bool:
+    """Whether it is a convolution as torch's are, or one of these within code that does not use the parameters."""
+    base: Any = own_code(module)
+    kind: Any = type(module)
+    return is_convolution(module) and (base is None or calls_super(kind, base))
 
 
 def _is_plain(module: nn.Module) -> bool:

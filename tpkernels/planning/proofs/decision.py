@@ -20,6 +20,7 @@ from tpkernels.planning.modules.part_norms import KnownNorm, find_norms
 from tpkernels.planning.proofs.convolution_pairs import PairChoice
 from tpkernels.planning.proofs.hypotheses import Attributes, Proof, Whole
 from tpkernels.planning.proofs.pair_proofs import both_roles, roles_of
+from tpkernels.planning.proofs.random_draws import may_drop, random_pairs
 from tpkernels.planning.proofs.replay_checks import drawn_for_whole, half_partial
 from tpkernels.planning.proofs.search_again import SearchAgain
 from tpkernels.planning.proofs.tied_groups import Ties, shared_by_groups, unlike_twins
@@ -115,6 +116,8 @@ class _Decider:
         self.search = SearchAgain(shadow, recording, world_size)
         self.scopes: dict[Group, str] = {}
         """The modules around the groups."""
+        self.noisy: set[Group] = set()
+        """Groups between whose layers random numbers are drawn for parts."""
         self.decision = Decision()
         self.whole_inputs, self.says_all, self.pairs = False, True, False
         self.ties: Ties = {}
@@ -138,7 +141,9 @@ class _Decider:
         self._prove_whole()
         if self.pairs:
             self._pair_convolutions()
-        self.decision.random = self._random_pairs()
+        if not self.observation.mode.training:
+            self.noisy = {group for group in self.decision.proven if may_drop(self.shadow, self.scopes[group])}
+        self.decision.random = random_pairs(self.observation, self.noisy)
         for group, error in self.decision.refused.items():
             if group.size <= SMALL_GROUP or error.count:
                 names = (*group.columns, *group.rows)
@@ -292,7 +297,7 @@ class _Decider:
             wrong |= dict.fromkeys(tied, Unproven("a module would have gradients of two kinds"))
             wrong = {index: error for index, error in wrong.items() if index < len(groups)}
             if not wrong:
-                self._take(replay)
+                self._take(replay, groups)
                 return
             self._give_up({groups[index]: error for index, error in wrong.items()})
 
@@ -301,8 +306,9 @@ class _Decider:
         for group in refused:
             del self.decision.proven[group]
 
-    def _take(self, replay: Replay) -> None:
-        """What a replay of the whole model that holds has found."""
+    def _take(self, replay: Replay, groups: Sequence[Group]) -> None:
+        """What a replay of the whole model that holds has found of ``groups``, which it knows by their numbers."""
+        self.noisy = {group for number, group in enumerate(groups) if number in replay.part_draws_in}
         self.decision.partial = replay.partial
         self.decision.fed = {name for name, fed in replay.fed.items() if fed}
         self.decision.norms = {name: self.shadow.norms[name] for name in sorted(replay.cut_norms)}
@@ -324,7 +330,7 @@ class _Decider:
                 replay = self._replay(proven, pairs)
                 guilty = half_partial(replay, self.shadow.modules)
                 if not guilty:
-                    self._take(replay)
+                    self._take(replay, [*proven, *pairs])
                     break
                 error = next(iter(guilty.values()))
             except _Blamed as blamed:
@@ -397,32 +403,6 @@ class _Decider:
             merged = replays[0]
         assert merged is not None
         return merged
-
-    def _random_pairs(self) -> list[tuple[str, str]]:
-        """Where dropout works on parts: pairs of the first column that runs and the row that ends its group."""
-        noisy = {group for group in self.decision.proven if group.random}
-        if not self.observation.mode.training:
-            noisy = {group for group in self.decision.proven if self._may_drop(group)}
-        column = {name: group for group in noisy for name in group.columns}
-        row = {name: group for group in noisy for name in group.rows}
-        opened: dict[Group, str] = {}
-        pairs: dict[tuple[str, str], None] = {}
-        for event in (event for _, recording in self.observation.firsts for event in recording.events):
-            if event.layer in column:
-                opened.setdefault(column[event.layer], event.layer)
-            elif event.layer in row and (opener := opened.pop(row[event.layer], None)) is not None:
-                pairs[opener, event.layer] = None
-        return list(pairs)
-
-    def _may_drop(self, group: Group) -> bool:
-        """Without a run in training mode: whether anything nearby is called dropout and is not 0."""
-        scope = self.scopes[group]
-        for name, module in self.shadow.modules.items():
-            if name == scope or name.startswith(f"{scope}." if scope else ""):
-                values = [value for key, value in vars(module).items() if "drop" in key or key == "p"]
-                if any(isinstance(value, float) and value > 0 for value in values):
-                    return True
-        return False
 
 
 class _Blamed(Unproven):

@@ -17,10 +17,13 @@ __all__ = ["Neighbours"]
 
 
 class Neighbours:
-    """The layers around each, as the runs of ``observation`` show them and ``decision`` leaves them."""
+    """The layers around each, as the runs of ``observation`` show them and ``decision`` leaves them.
 
-    def __init__(self, observation: Observation, decision: Decision) -> None:
-        self._observation, self._decision = observation, decision
+    ``pairs``: whether convolutions may be cut in pairs.
+    """
+
+    def __init__(self, observation: Observation, decision: Decision, *, pairs: bool) -> None:
+        self._observation, self._decision, self._pairs = observation, decision, pairs
 
     def why_alone(self, name: str, *, table: bool) -> str:
         """The reason, "" where no other layer is around; of a table, which is cut by vocabulary wherever it stands,
@@ -34,21 +37,52 @@ class Neighbours:
         around = [one for one in self._components if name in one.columns | one.rows]
         return self._against(min(around, key=_size)) if around else ""
 
+    def why_unpaired(self, name: str) -> str:
+        """The reason of a convolution that is cut by itself."""
+        if not self._pairs:
+            return "none is with sequence parallelism, or with same_bits"
+        groups = sorted(self._decision.unpaired.items(), key=lambda item: len(item[0].layers))
+        refused = next((error.reason for group, error in groups if name in group.layers), "")
+        return refused or self._not_tried(name)
+
+    def _not_tried(self, name: str) -> str:
+        """Why a convolution is in no group at all."""
+        shadow, recordings = self._observation.shadow, [one for _, one in self._observation.firsts]
+        if shadow is None or name not in shadow.convolutions:
+            return "it has groups of channels, hooks, or a weight that is made of other parameters"
+        if not any(name in one.convolution_inputs for one in recordings):
+            called = any(name in one.called_otherwise for one in recordings)
+            within = "it is called with more than a tensor, or inside of a module that needs values"
+            return within if called else "it is not called by the example"
+        around = [one for one in self._components_of_channels if name in one.columns | one.rows]
+        return self._against_pair(min(around, key=_size)) if around else "it gives to no layer, and takes from none"
+
+    def _against_pair(self, one: Component) -> str:
+        """What stands against a pair of these layers."""
+        shadow = self._observation.shadow
+        inner = {name for name in one.columns & one.rows if shadow is None or name not in shadow.convolutions}
+        linear = f"{min(inner)}, no convolution, stands between others that give and take the same" if inner else ""
+        return self._left_open(one) or linear
+
     def _against(self, one: Component) -> str:
         """What stands against a cut of these layers."""
         if _size(one) > SMALL_GROUP:
             return f"{_size(one)} layers give and take the same features"
-        if one.seen_outside:
-            opaque = self._observation.shadow is not None and any(self._observation.shadow.asking)
-            beside = "a result of the model" + (", or a module that needs values" if opaque else "")
-            return f"{min(one.seen_outside)} also gives to {beside}"
-        if one.open:
-            return f"{min(one.open)} also takes what no layer gives"
+        if left := self._left_open(one):
+            return left
         inner = one.columns & one.rows
         if inner:
             return f"{min(inner)} stands between others that give and take the same features"
         cut = {name for group in self._decision.proven for name in group.layers} & (one.columns | one.rows)
         return f"{min(cut)} is cut with others" if cut else ""
+
+    def _left_open(self, one: Component) -> str:
+        """What else takes from these layers, or gives to them."""
+        if one.seen_outside:
+            opaque = self._observation.shadow is not None and any(self._observation.shadow.asking)
+            beside = "a result of the model" + (", or a module that needs values" if opaque else "")
+            return f"{min(one.seen_outside)} also gives to {beside}"
+        return f"{min(one.open)} also takes what no layer gives" if one.open else ""
 
     @cached_property
     def _given(self) -> set[str]:
@@ -68,6 +102,10 @@ class Neighbours:
     @cached_property
     def _components(self) -> list[Component]:
         return [one for _, recording in self._observation.firsts for one in components(recording)]
+
+    @cached_property
+    def _components_of_channels(self) -> list[Component]:
+        return [one for _, recording in self._observation.firsts for one in components(recording, convolutions=True)]
 
     def _opaque_around(self, name: str) -> str:
         shadow, recording = self._observation.shadow, self._observation.recording

@@ -23,6 +23,8 @@ class ChannelSteps(WholeSteps):
 
     world_size: int
     rank: int
+    _open_groups: set[int]
+    _open_pairs: set[int]
 
     def channels_called(self, name: str, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         role = self.roles.get(name)
@@ -46,6 +48,10 @@ class ChannelSteps(WholeSteps):
                 if split is not None and split == Split(1, split.segments):
                     error.taken = name, split.segments
                 raise error
+            self._open_pairs.discard(taken.group)
+            if taken.group in self._open_groups:
+                self._open_groups.discard(taken.group)
+                self._open = False
         else:
             if split is not None:
                 raise Unproven(f"the input of {name} is {how(split)}, which takes it whole")
@@ -55,6 +61,8 @@ class ChannelSteps(WholeSteps):
                 raise Unproven(f"{name} reads what has a part of its gradient")
         if self.has_origin(x):
             self._complete |= self.origin(x) or set()
+        if answer is not None:
+            self._open_pairs.add(role.group)
         return self._step(x, call, answer, frozenset() if answer is None else frozenset([role.group]))
 
     def _by_channel(self, name: str, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

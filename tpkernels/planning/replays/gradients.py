@@ -43,7 +43,9 @@ class Gradients(Session):
         self.whole_draws: dict[str, frozenset[int]] = {}
         """Modules that draw random numbers for whole tensors, and the groups between whose layers they are called;"""
         self._part_draws: set[str] = set()
-        """modules that draw them for parts."""
+        """modules that draw them for parts,"""
+        self.part_draws_in: set[int] = set()
+        """and the groups between whose layers those are drawn."""
         self._summed: set[int] = set()
         """Whole tensors whose gradients are sums over the ranks, complete where a feeder gave them."""
         self._made_with: dict[int, frozenset[str]] = {}
@@ -58,6 +60,7 @@ class Gradients(Session):
         self._whole_norms |= other._whole_norms
         self.whole_draws |= other.whole_draws
         self._part_draws |= other._part_draws
+        self.part_draws_in |= other.part_draws_in
         self.cut_norms |= other.cut_norms
         self._whole_channels |= other._whole_channels
         for name, groups in other.cut_channels.items():

@@ -70,6 +70,8 @@ class Replay(WidthSteps):
         self.heads: dict[int, int] = {}
         """The largest number of pieces, of heads, that a group's features were viewed as."""
         self._open_groups: set[int] = set()
+        self._open_pairs: set[int] = set()
+        """Groups between whose layers the run is: of linear layers, and those that a convolution has begun."""
         self._drawn: dict[bool, set[int]] = {False: set(), True: set()}
         """Groups between whose layers random numbers were drawn for whole tensors, and for parts."""
         self._constants: set[int] = set()
@@ -236,17 +238,19 @@ class Replay(WidthSteps):
         if not is_random(func, args):
             return
         of_parts = any(id(tensor) in self._splits for tensor in tensors)
-        if of_parts and not self._open:
+        pairs = self._open_pairs & self.blame if of_parts else self._open_pairs
+        module = self.inside[-1] if self.inside else ""
+        if of_parts and not self._open and (not pairs or module in self.shadow.around):
             raise Unproven(f"{canonical(func)} draws random numbers for something outside of the group")
         if any(id(tensor) in self._summed for tensor in tensors):
             raise Unproven(f"{canonical(func)} draws random numbers for what every rank has a share of the gradient of")
-        module = self.inside[-1] if self.inside else ""
         if of_parts:
             self._part_draws.add(module)
+            self.part_draws_in |= self._open_groups | pairs
         if not of_parts and self._between_layers(module):
             self.whole_draws[module] = self.whole_draws.get(module, frozenset()) | self._open_groups
         else:
-            self._drawn[of_parts] |= self._open_groups
+            self._drawn[of_parts] |= self._open_groups | pairs
         both = self._drawn[True] & self._drawn[False]
         if module in self._part_draws:
             both |= self.whole_draws.get(module, frozenset())
@@ -380,6 +384,7 @@ class Replay(WidthSteps):
             shape, answer = tuple(whole_out), None
             self._open = False
             self._open_groups.discard(role.group)
+            self._open_pairs.discard(role.group)
         else:
             if split is not None:
                 raise Unproven(f"the input of {name} is {how(split)}, which takes it whole")

@@ -16,6 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from tpkernels.nn.convolution import own_code
+from tpkernels.planning.runs.events import Event
+from tpkernels.planning.runs.session import Scope
 from tpkernels.planning.runs.trace import Recording
 
 __all__ = ["count_rows", "elements_in", "untrained_in"]
@@ -65,14 +68,23 @@ def elements_in(recordings: Sequence[Recording]) -> dict[str, tuple[int, int]]:
     for recording in reversed(recordings):
         one: dict[str, tuple[int, int]] = {}
         for scope in recording.scopes:
-            if isinstance(recording.shadow.modules[scope.name], _ConvNd):
-                x: Tensor = scope.args[0] if scope.args else scope.kwargs["input"]
+            module = recording.shadow.modules[scope.name]
+            if isinstance(module, _ConvNd):
                 events = recording.events[scope.start : scope.stop]
-                gives = sum(prod(event.outputs[0]) for event in events if event.packet is torch.ops.aten.convolution)
+                calls = [event for event in events if event.packet is torch.ops.aten.convolution]
+                gives = sum(prod(event.outputs[0]) for event in calls)
                 takes, before = one.get(scope.name, (0, 0))
-                one[scope.name] = takes + x.numel() * scope.trained, before + gives
+                one[scope.name] = takes + _taken(module, scope, calls) * scope.trained, before + gives
         found |= one
     return found
+
+
+def _taken(module: _ConvNd, scope: Scope, calls: Sequence[Event]) -> int:
+    """Elements of the input; of a convolution within code of its own, of what that gives it."""
+    if own_code(module) is not None:
+        return sum(prod(event.whole[0]) for event in calls)
+    x: Tensor = scope.args[0] if scope.args else scope.kwargs["input"]
+    return x.numel()
 
 
 def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

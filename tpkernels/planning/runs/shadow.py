@@ -25,6 +25,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_map, tree_map_only
 
+from tpkernels.nn.convolution import own_code
 from tpkernels.nn.cut_experts import caller_of
 from tpkernels.planning.modules.channel_modules import channels_of, is_batched, works_by_channel
 from tpkernels.planning.modules.experts import KnownExperts
@@ -32,6 +33,7 @@ from tpkernels.planning.modules.layers import Layer, layer_of, own_base, unswapp
 from tpkernels.planning.modules.numbers import root_of, set_number
 from tpkernels.planning.modules.own_code import rebased
 from tpkernels.planning.modules.part_norms import KnownNorm, may_be_norm
+from tpkernels.planning.modules.reporting import REPORTING
 from tpkernels.planning.modules.shape_reads import ShapesAsked
 from tpkernels.planning.runs.fake_answers import GUESSES, Answers, fake_as_real
 from tpkernels.planning.runs.gradient_code import code_of_gradients
@@ -118,6 +120,10 @@ class Shadow:
             for name, module in self.modules.items() if (channels := channels_of(module)) is not None
         }  # fmt: skip
         self.by_channel = {name for name, module in self.modules.items() if works_by_channel(module)}
+        self.around: set[str] = set()
+        """Convolutions within code of their own, which runs around what reports the call;"""
+        self.convolving: str | None = None
+        """what is being called of these and of all that works by channels."""
         self.owners: dict[int, str] = {}
         """Layers by the ids of their parameters."""
         self.asked: set[str] = set()
@@ -150,12 +156,12 @@ class Shadow:
                     module.forward = self._reporting(name)
                 else:  # its own code runs, and what that calls is the layer
                     module.reports = self._reporting(name)
-                    module.__class__ = rebased(type(module), base, _REPORTING[base])
+                    module.__class__ = rebased(type(module), base, REPORTING[base])
             else:
                 module.register_forward_pre_hook(self._entering(name), with_kwargs=True)
                 module.register_forward_hook(self._leaving(name))
                 if name in self.convolutions or name in self.by_channel:
-                    module.forward = self._by_channels(name, module, module.forward)
+                    self._report_channels(name, module)
                 elif may_be_norm(module):
                     module.forward = self._norming(name, module.forward)
                 if name in experts:
@@ -358,16 +364,29 @@ class Shadow:
 
         return norm
 
+    def _report_channels(self, name: str, module: Any) -> None:
+        base: Any = own_code(module) if isinstance(module, _ConvNd) else None
+        if base is None:
+            module.forward = self._by_channels(name, module, module.forward)
+            return
+        self.around.add(name)
+        module.reports = self._by_channels(name, module, functools.partial(base.forward, module))
+        module.__class__ = rebased(type(module), base, REPORTING[base])
+
     def _by_channels(self, name: str, module: nn.Module, forward: Callable[..., Any]) -> Any:
         @functools.wraps(forward)
         def called(*args: Any, **kwargs: Any) -> Any:
             alone = len(args) == 1 and isinstance(args[0], Tensor) and not kwargs and is_batched(module, args[0])
             if self.session is None:
                 return forward(*args, **kwargs)
-            if alone and self.session.quiet is None and name not in self.branching:
-                return self.session.channels_called(name, forward, args[0])
-            self.session.channels_called_otherwise(name)
-            return forward(*args, **kwargs)
+            outer, self.convolving = self.convolving, name
+            try:
+                if alone and self.session.quiet is None and name not in self.branching:
+                    return self.session.channels_called(name, forward, args[0])
+                self.session.channels_called_otherwise(name)
+                return forward(*args, **kwargs)
+            finally:
+                self.convolving = outer
 
         return called
 
@@ -410,24 +429,6 @@ class Shadow:
                 self.session.left(name, output)
 
         return hook
-
-
-class _ReportingLinear(nn.Linear):
-    reports: Callable[[Tensor], Tensor]
-
-    def forward(self, input: Tensor) -> Tensor:
-        return self.reports(input)
-
-
-class _ReportingEmbedding(nn.Embedding):
-    reports: Callable[[Tensor], Tensor]
-
-    def forward(self, input: Tensor) -> Tensor:
-        return self.reports(input)
-
-
-_REPORTING: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: _ReportingLinear, nn.Embedding: _ReportingEmbedding}
-"""torch's layers under code of a subclass."""
 
 
 def _like(tensor: Tensor) -> Tensor:

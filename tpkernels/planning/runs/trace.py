@@ -219,7 +219,8 @@ class Recording(Session):
         self.direct |= {shadow.owners[id(tensor)] for tensor in tensors if id(tensor) in shadow.owners}
         attentions = {shadow.attentions[id(tensor)] for tensor in tensors if id(tensor) in shadow.attentions}
         quiet = {name for name, _ in self.quiet_calls if isinstance(shadow.modules[name], _ConvNd)}
-        self.direct |= attentions - {scope.name for scope in self._open} - quiet
+        within = {scope.name for scope in self._open} - shadow.around | {shadow.convolving}
+        self.direct |= attentions - within - quiet
         self._originals_read |= {shadow.originals[id(tensor)] for tensor in tensors if id(tensor) in shadow.originals}
 
     def _add(self, event: Event, outputs: list[Tensor]) -> None:
