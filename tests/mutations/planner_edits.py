@@ -21,6 +21,7 @@ ALONE, VALUES = "tests/planning/test_why_alone.py", "tests/planning/test_known_v
 FOLLOWED, STATE = "tests/planning/test_followed.py", "tests/planning/test_module_state.py"
 PICKING = "planning/replays/picking_rules.py"
 RESPONSE = "tests/planning/test_response_norm.py"
+APART = "tests/planning/test_heads_apart.py -m cpu"
 TIED = "tests/planning/test_tied_groups.py -m cpu"
 
 PLANNER = (
@@ -117,6 +118,16 @@ PLANNER = (
         f"{FOLLOWED} -k of_a_comparison",
     ),
     Edit("planning/runs/layer_groups.py", "and blocks > (not few)", "and few", f"{ALONE} -k every_block"),
+    Edit("planning/runs/layer_groups.py", ".out_features >= shortest", ".out_features > 0", f"{APART} -k heads_are"),
+    Edit("planning/proofs/decision.py", "name in group.tables and self.excluded", "False and self.excluded", APART),
+    Edit("planning/proofs/hypotheses.py", "self._heads_taken_apart(size, scope)", "[]", f"{APART} -k heads_are"),
+    Edit("planning/replays/rules.py", "len(q.segments + k.segments) > 2", "False", f"{APART} -k looks_so"),
+    Edit(
+        "sharding/local_rules.py",
+        "len(cut.segments) in (1, count)",
+        "len(cut.segments) == 1",
+        "tests/planning/test_heads_apart.py -m gloo",
+    ),
     Edit("planning/runs/layer_groups.py", "rows, tables=given)", "rows, given)", f"{HEADS} -k 'belongs or all_ranks'"),
     Edit(PICKING, "call.rank_of() == split.dim:", "call.rank_of() < 0:", f"{HEADS} -k looks_so"),
     Edit(PICKING, "numbers != split and", "False and", f"{HEADS} -k looks_so"),
