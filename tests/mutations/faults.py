@@ -248,7 +248,7 @@ _ON_SPACE = {name for names in rules._SPACE.values() for name in names} - {
 """Ops that share their one check with these two; an edit of that line is a fault as well."""
 _GUARDED = {"sum", "mean", "amax", "amin", "max", "min", "index", "gather", "var", "std", "var_mean", "logsumexp",
             "linalg_vector_norm", "mm", "addmm", "baddbmm", "native_layer_norm", "stack", "cat", "view", "repeat",
-            "constant_pad_nd"}  # fmt: skip
+            "constant_pad_nd", "unfold"}  # fmt: skip
 """What these would let through is refused a second time, mostly because something whole then meets parts."""
 _ATTENTION = ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
               "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
@@ -277,7 +277,7 @@ def _planner() -> dict[str, Fault]:
         "origins are not passed on": lambda: _patched((Session, "pass_origins", lambda *args: None)),
         "parts may leave the model": lambda: _patched((replay.Replay, "run_model", _outputs_unchecked)),
         "custom backwards are trusted": lambda: _patched(
-            (replay.Replay, "gradient_code_called", lambda self, name, tensors: None)
+            (replay.Replay, "gradient_code_called", lambda self, name, tensors, made, works: None)
         ),
         "scalars may be one rank's": lambda: _patched((replay, "same_scalars", lambda whole, local: True)),
         "constants may be one rank's": lambda: _patched(

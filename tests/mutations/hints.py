@@ -16,7 +16,7 @@ RULES = {
     "transpose": "transposed_and_back normed_over_length layer_norm heads_away_and_back",
     "t": "turned_rows", "permute": "permuted_and_back movedim", "unsqueeze": "stacked squeezed expanded",
     "squeeze": "squeezed recurrent", "expand": "expanded expanded_heads expanded_in_front",
-    "gather": "gathered_feature",
+    "gather": "gathered_feature", "unfold": "unfolded_features",
     "slice": "rotated_halves every_other repeated_features tiled_features size_in_a_slice one_feature last_feature "
              "behind_whole padded_features along_length twice_beside",
     "select": "selected_feature first_head one_feature_in_place last_head first_row_in_place scan",

@@ -22,6 +22,7 @@ FOLLOWED, STATE = "tests/planning/test_followed.py", "tests/planning/test_module
 PICKING = "planning/replays/picking_rules.py"
 RESPONSE = "tests/planning/test_response_norm.py"
 UNREAD = "tests/planning/test_unread_steps.py -m cpu"
+APART = "tests/planning/test_heads_apart.py -m cpu"
 TIED = "tests/planning/test_tied_groups.py -m cpu"
 
 PLANNER = (
@@ -71,9 +72,7 @@ PLANNER = (
     Edit("planning/runs/example_inputs.py", "[record(shadow, call, first)]", "[]", f"{STATE} -k second"),
     Edit("planning/runs/trace.py", "(id(self), -1 - source[1], source[2]) if", "tensor if", f"{STATE} -k recorded"),
     Edit("planning/runs/trace.py", "if number < event][-1]", "][-1]", f"{FOLLOWED} -k counter"),
-    Edit(
-        "planning/replays/gradients.py", "for tensor in tensors) and on_elements()", "for tensor in tensors)", FOLLOWED
-    ),
+    Edit("planning/replays/gradients.py", "constant and works(cuts, result)", "constant", FOLLOWED),
     Edit(
         "planning/alone/whole_in_out.py",
         "if parts or known.layout.rows",
@@ -139,6 +138,34 @@ PLANNER = (
         f"{FOLLOWED} -k of_a_comparison",
     ),
     Edit("planning/runs/layer_groups.py", "and blocks > (not few)", "and few", f"{ALONE} -k every_block"),
+    Edit("planning/runs/layer_groups.py", ".out_features >= shortest", ".out_features > 0", f"{APART} -k heads_are"),
+    Edit("planning/proofs/decision.py", "name in group.tables and self.excluded", "False and self.excluded", APART),
+    Edit("planning/proofs/hypotheses.py", "self._heads_taken_apart(size, scope)", "[]", f"{APART} -k heads_are"),
+    Edit("planning/replays/rules.py", "len(q.segments + k.segments) > 2", "False and k", f"{APART} -k looks_so"),
+    Edit(
+        "sharding/local_rules.py",
+        "len(cut.segments) in (1, count)",
+        "len(cut.segments) == 1",
+        "tests/planning/test_heads_apart.py -m gloo",
+    ),
+    Edit(
+        "nn/sliced_arguments.py",
+        "if type(value) in (tuple, list) else ()",
+        "if value is () else ()",
+        "tests/nn/test_sliced_arguments.py",
+    ),
+    Edit(
+        "planning/modules/element_code.py",
+        "return all(_alike(some(one, dim), found)",
+        "return any(_alike(some(one, dim), found)",
+        f"{FOLLOWED} -k pair_is_proven",
+    ),
+    Edit(
+        "planning/replays/gradients.py",
+        "result is not None and constant and",
+        "result is not None and",
+        f"{FOLLOWED} -k pair_is_proven",
+    ),
     Edit("planning/runs/layer_groups.py", "rows, tables=given)", "rows, given)", f"{HEADS} -k 'belongs or all_ranks'"),
     Edit(PICKING, "call.rank_of() == split.dim:", "call.rank_of() < 0:", f"{HEADS} -k looks_so"),
     Edit(PICKING, "numbers != split and", "False and", f"{HEADS} -k looks_so"),

@@ -33,6 +33,11 @@ def taken() -> list[str]:
         found += [] if torch.equal(given[1], wanted) and given[0] is x and given[2] is None else [f"{kwargs.keys()}"]
     found += [] if torch.equal(module(x, mask=bias.t().contiguous())[2], wanted.t()) else ["by name alone"]
     found += [] if module(x, None)[1] is None else ["None"]
+    both, inner = Told(), bias.t().contiguous()
+    slice_arguments(both, {"bias[1]": (1, HEADS)}, mesh)
+    for args, kwargs in (((x, (x, inner)), {}), ((x,), {"bias": [x, inner]})):
+        first, second = both(*args, **kwargs)[1]
+        found += [] if first is x and torch.equal(second, wanted.t()) else ["in a tuple or a list"]
     try:
         module(x, bias[:7])
         found.append("7 rows are no runs of 5 heads")

@@ -48,6 +48,45 @@ class Scaled(Gelu):
         return dy / dy.shape[-1]
 
 
+class Softmax(torch.autograd.Function):
+    """As SEW-D's, which takes a mask."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mask: Tensor, dim: int) -> Tensor:
+        y = x.masked_fill(mask, -30.0).softmax(dim)
+        ctx.save_for_backward(y)
+        ctx.dim = dim
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
+        (y,) = ctx.saved_tensors
+        return torch._softmax_backward_data(dy, y, ctx.dim, y.dtype), None, None
+
+
+class OverHeads(Softmax):
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
+        dx, *nothing = Softmax.backward(ctx, dy)
+        return dx - dx.mean(-2, keepdim=True), *nothing
+
+
+class Shifted(torch.autograd.Function):
+    """Each slice by itself, but for the gradient of what is added to all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor, dim: int) -> Tensor:
+        return x + bias
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
+        return dy, dy.flatten(0, -2).mean(0), None
+
+
+def of_heads(function: Any, mask: Tensor) -> Any:
+    return lambda h: function.apply(h.unflatten(-1, (-1, 4)), mask, -1).flatten(-2)
+
+
 class Mlp(nn.Module):
     """Between its layers runs ``how``; ``before``: a module before them."""
 
@@ -87,6 +126,9 @@ CASES: dict[str, tuple[nn.Module, tuple[Any, ...]]] = {
     "counter": (Mlp(F.relu, nn.BatchNorm1d(WIDTH)), PAIR),
     "two counters": (Mlp(F.relu, nn.Sequential(*[nn.BatchNorm1d(WIDTH)] * 2)), PAIR),
     "elements": (Mlp(Gelu.apply), PAIR),
+    "slices": (Mlp(of_heads(Softmax, torch.arange(4) > 2)), PAIR),
+    "slices by their neighbours": (Mlp(of_heads(OverHeads, torch.arange(4) > 2)), ALONE),
+    "slices and a parameter": (Mlp(of_heads(Shifted, nn.Parameter(torch.ones(4)))), ALONE),
     "mean of the gradient": (Mlp(Centred.apply), ALONE),
     "size of the gradient": (Mlp(Scaled.apply), ALONE),
     "unread": (Mlp(unread), ALONE),

@@ -4,8 +4,8 @@
 
     module(..., name=a)   runs as   module(..., name=[this rank's heads of run 0 of a | of run 1 | ...])
 
-The dimension consists of runs of ``heads`` elements (``[batch * heads, 1, length]``), or of one run.  It assumes that
-a plan has proven that the module needs no more.
+The dimension consists of runs of ``heads`` elements (``[batch * heads, 1, length]``), or of one run.  What stands in a
+tuple or list has a name as well: ``turns[0]``.  It assumes that a plan has proven that the module needs no more.
 """
 
 from __future__ import annotations
@@ -31,17 +31,29 @@ def _names(module: nn.Module) -> list[str]:
 
 
 def named_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name; further positional ones have none."""
-    return dict(zip(_names(module), args, strict=False)) | dict(kwargs)
+    """The arguments of a call by name, and what stands in tuples and lists among them; further positional ones have
+    no names."""
+    named = dict(zip(_names(module), args, strict=False)) | dict(kwargs)
+    return named | {f"{name}[{place}]": item for name, one in named.items() for place, item in enumerate(_items(one))}
+
+
+def _items(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if type(value) in (tuple, list) else ()
 
 
 def with_arguments(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], values: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The call with other values for some of its arguments."""
+
+    def changed(name: str, value: Any) -> Any:
+        if items := _items(value):
+            value = type(value)(values.get(f"{name}[{place}]", item) for place, item in enumerate(items))
+        return values.get(name, value)
+
     names = _names(module)[: len(args)]
-    changed = [values.get(name, value) for name, value in zip(names, args, strict=False)]
-    return (*changed, *args[len(names) :]), {name: values.get(name, value) for name, value in kwargs.items()}
+    first = [changed(name, value) for name, value in zip(names, args, strict=False)]
+    return (*first, *args[len(names) :]), {name: changed(name, value) for name, value in kwargs.items()}
 
 
 def slice_arguments(module: nn.Module, cuts: Mapping[str, tuple[int, int]], mesh: DeviceMesh) -> None:

@@ -29,7 +29,7 @@ from tpkernels.planning.hints import Hints, hints_for, override_styles
 from tpkernels.planning.modules.layers import Layer, layer_of, own_base
 from tpkernels.planning.modules.source_reads import maybe_read
 from tpkernels.planning.proofs.asked_roles import asked_in_other_pieces, roles_asked_for
-from tpkernels.planning.proofs.decision import Decision, decide
+from tpkernels.planning.proofs.decision import OWN_CODE, Decision, decide
 from tpkernels.planning.proofs.hypotheses import Attributes, Slice
 from tpkernels.planning.proofs.inner_blocks import find_inner_blocks
 from tpkernels.planning.proofs.pair_choices import numbers_by_channel, pair_choices, refuse_by_hand, seen_elsewhere
@@ -47,8 +47,6 @@ from tpkernels.planning.splits import degrees, divisor, for_degrees
 from tpkernels.planning.styles import Column, CopiedHeads, Features, PartNorm, Replicate, Row, Sliced, Style
 
 __all__ = ["check_plain", "make_plan"]
-
-OWN_CODE = "runs code of its own, which takes whole tensors here"
 
 
 def make_plan(

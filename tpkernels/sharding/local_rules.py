@@ -40,8 +40,8 @@ def _view(call: Call) -> set[Split]:
         while last < len(after) and after[last] == 1:  # of single heads, say
             last += 1
         found = _same_runs(runs // prod(before[:low]), run // inner, after, range(first, last), last)
-        # Single elements of the ranks in turn are meant only where nothing else is left.
-        return {cut for cut in found if cut.segments[0] > 1 or len(cut.segments) == 1} or found
+        # Single elements of the ranks in turn are meant only where they were runs before, or nothing else is left.
+        return {cut for cut in found if cut.segments[0] > 1 or len(cut.segments) in (1, count)} or found
     # One element: it lies between the same larger dimensions as before, or was merged into one of them.
     outside = prod(before[: split.dim])
     ones = [dim for dim in range(len(before)) if before[dim] == 1 and prod(before[:dim]) == outside]

@@ -179,6 +179,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "intermediate_feature_dims": [32, 32],
         "scaled_images_feature_dims": [32, 32, 32],
     },
+    "diffllama": {"num_key_value_heads": 4},
     "diffusion_gemma": {
         "text_config": {
             "num_experts": 4,

@@ -1,13 +1,15 @@
-"""A ``torch.autograd.Function`` of a model's own that works on each element by itself, such as Bloom's GeLU.
+"""A ``torch.autograd.Function`` of a model's own that works on each element by itself, such as Bloom's GeLU, or on each
+slice along a dimension, such as the masked softmax of SEW-D on each head.
 
-It owns the trial.  A replay follows what such a function does in its forward, but its backward is code that runs later.
-It may meet a part of a tensor where on numbers the function gives for any of its elements, forward and backward, what
-it gives for them among all others.  A function that does not run on numbers in fp64 is not one.
+It owns the trials.  A replay follows what such a function does in its forward, but its backward is code that runs
+later.  It may meet a part of a tensor where on numbers the function gives for any of its elements or slices, forward
+and backward, what it gives for them among all others.  A function that does not run on numbers in fp64 is not one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -15,10 +17,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-__all__ = ["works_on_elements"]
+__all__ = ["works_on_elements", "works_on_slices"]
 
 SHAPE, SOME = (3, 4, 5), 23
 """Of the samples, and how many of their elements are tried by themselves."""
+SLICES, SOME_SLICES, LARGEST = 5, (3, 1), 1 << 20
+"""Of the samples along the dimension that is cut, those that are tried by themselves, and the largest sample."""
 SCALES = 1e-3, 1.0, 1e3
 MARGIN = 1e-12
 
@@ -46,6 +50,71 @@ def works_on_elements(apply: Callable[..., Any], args: Sequence[Any], kwargs: Ma
             ):
                 return False
     return True
+
+
+def works_on_slices(
+    apply: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], cuts: Sequence[int | None], cut: int
+) -> bool:
+    """Whether ``apply`` does so with arguments of these shapes, along dimension ``cuts`` of each of the tensors among
+    them and ``cut`` of the result; tensors that are not cut are the same for all slices, and need no gradient."""
+    like = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    shapes = [_with_slices(one.shape, dim) for one, dim in zip(like, cuts, strict=True)]
+    if max(map(prod, shapes), default=0) > LARGEST:
+        return False
+    with (
+        _disable_current_modes(), torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.enable_grad(),
+        torch.random.fork_rng(devices=[]),
+    ):  # fmt: skip
+        torch.manual_seed(0)
+        for scale in SCALES:
+            given = [_sample(one, shape, scale) for one, shape in zip(like, shapes, strict=True)]
+            try:
+                if not _alike_in_slices(apply, args, kwargs, given, cuts, cut):
+                    return False
+            except Exception:  # noqa: BLE001 - code of whatever the function does
+                return False
+    return True
+
+
+def _with_slices(shape: Sequence[int], dim: int | None) -> tuple[int, ...]:
+    return tuple(shape) if dim is None else (*shape[:dim], SLICES, *shape[dim + 1 :])
+
+
+def _sample(like: Tensor, shape: tuple[int, ...], scale: float) -> Tensor:
+    """Numbers; flags, and integers that could be flags."""
+    if like.is_floating_point():
+        return scale * torch.randn(shape, dtype=torch.float64)
+    return torch.randint(2, shape).to(like.dtype)
+
+
+def _alike_in_slices(
+    apply: Callable[..., Any], args: Any, kwargs: Any, given: Sequence[Tensor], cuts: Sequence[int | None], cut: int
+) -> bool:
+    picked = torch.tensor(SOME_SLICES)
+
+    def some(one: Tensor, dim: int | None) -> Tensor:
+        return one if dim is None else one.index_select(dim, picked)
+
+    whole, dy = _gradients(apply, args, kwargs, given, cuts, None)
+    if dy.shape[cut] != SLICES:
+        return False
+    few = [some(one, dim) for one, dim in zip(given, cuts, strict=True)]
+    part, _ = _gradients(apply, args, kwargs, few, cuts, some(dy, cut))
+    dims = [cut, *(dim for one, dim in zip(given, cuts, strict=True) if dim is not None and one.is_floating_point())]
+    return all(_alike(some(one, dim), found) for one, found, dim in zip(whole, part, dims, strict=True))
+
+
+def _gradients(
+    apply: Callable[..., Any], args: Any, kwargs: Any, given: Sequence[Tensor], cuts: Sequence[int | None], dy: Any
+) -> tuple[list[Tensor], Tensor]:
+    """The result and the gradients of what is cut, and the gradient of the result: ``dy``, or one that is drawn."""
+    needed = [dim is not None and one.is_floating_point() for one, dim in zip(given, cuts, strict=True)]
+    inputs = [one.clone().requires_grad_(needs) for one, needs in zip(given, needed, strict=True)]
+    tensors = iter(inputs)
+    args, kwargs = tree_map_only(Tensor, lambda _: next(tensors), (tuple(args), dict(kwargs)))
+    y = apply(*args, **kwargs)
+    dy = torch.randn_like(y) if dy is None else dy
+    return [y.detach(), *torch.autograd.grad(y, [one for one in inputs if one.requires_grad], dy)], dy
 
 
 def _run(apply: Callable[..., Any], args: Any, kwargs: Any, given: Sequence[Tensor]) -> list[Tensor]:

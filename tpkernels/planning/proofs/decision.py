@@ -32,8 +32,10 @@ from tpkernels.planning.runs.shadow import MODES, Mode, Shadow
 from tpkernels.planning.runs.trace import Recording
 from tpkernels.planning.splits import HandedOn, Unproven, degrees, divisor
 
-__all__ = ["Decision", "decide"]
+__all__ = ["OWN_CODE", "Decision", "decide"]
 
+OWN_CODE = "runs code of its own, which takes whole tensors here"
+"""Why a layer may not be cut with others; it may stay whole beside them."""
 JOINT_ATTEMPTS, JOINT_SLICES = 12, 3
 
 
@@ -166,7 +168,7 @@ class _Decider:
             if group.given and self.whole_inputs:
                 self.decision.refused[group] = Unproven(f"{group.given[0]} gives a whole tensor to work on parts")
                 continue
-            barred = next((name for name in layers if name in self.excluded), None)
+            barred = next((name for name in group.layers if self._bars(name, group)), None)
             if barred is not None:
                 self.decision.refused[group] = Unproven(f"{barred} {self.excluded[barred]}")
                 continue
@@ -197,6 +199,9 @@ class _Decider:
             used |= layers | set(proof.feeders)
             self.decision.proven[group] = proof
         return waiting
+
+    def _bars(self, name: str, group: Group) -> bool:
+        return name in self.excluded and not (name in group.tables and self.excluded[name] == OWN_CODE)
 
     def _proof(self, group: Group) -> Proof:
         return self.search.prove(group) if self._widest is None else self.search.prove_like(group, self._widest[group])

@@ -34,6 +34,7 @@ MAX_BITS, MAX_NESTED = 6, 4
 NOT_SIZES = ("idx", "index", "layer_id", "max_", "vocab", "num_layers", "eps", "pad", "kernel")
 """Attributes with these in their names say where or how often, not how many features."""
 aten = torch.ops.aten
+_TAKING_APART = (aten.split, aten.split_with_sizes, aten.chunk)
 
 
 @dataclass(frozen=True)
@@ -170,6 +171,9 @@ class Hypotheses:
                 nested = self._cuts_within(size, scope)
                 options += nested
                 known |= set(nested)
+            else:
+                options += self._heads_taken_apart(size, scope)
+                known |= set(options)
             choices.append(list(dict.fromkeys(options)))
         widths = [self.shadow.layers[name].out_features for name in group.columns]
         by_width = dict(zip(widths, choices, strict=True))
@@ -190,7 +194,7 @@ class Hypotheses:
             if event.layer or not event.whole or not isinstance(event.whole[0], Shape) or not event.whole[0]:
                 continue
             shape = event.whole[0]
-            if event.packet in (aten.split, aten.split_with_sizes, aten.chunk) and shape[-1] == size:
+            if event.packet in _TAKING_APART and shape[-1] == size:
                 found.append(tuple(shape[-1] for shape in event.outputs))
             elif event.packet == aten.slice and len(event.whole) > 3:
                 inner = 1 if event.whole[1] % len(shape) == len(shape) - 1 else shape[-1]
@@ -200,6 +204,18 @@ class Hypotheses:
                     points.setdefault(inner, {0, size}).update(inner * end for end in ends)
         found += [tuple(b - a for a, b in pairwise(sorted(ends))) for ends in points.values() if len(ends) > 2]
         return [sizes for sizes in found if sum(sizes) == size and 0 not in sizes]
+
+    def _heads_taken_apart(self, size: int, scope: Scope) -> list[tuple[int, ...]]:
+        """How the model takes heads apart that are ``size`` features: the values of pairs of heads (DiffLlama)."""
+        found: list[tuple[int, ...]] = []
+        for event in self.recording.events[scope.start : scope.stop]:
+            if event.packet not in _TAKING_APART or not isinstance(event.whole[0], Shape):
+                continue
+            shape = event.whole[0]
+            dim = (event.whole[2] if len(event.whole) > 2 else event.kwargs.get("dim", 0)) % len(shape)
+            if dim < len(shape) - 1 and shape[dim] * shape[-1] == size:
+                found.append(tuple(part[dim] * shape[-1] for part in event.outputs))
+        return [sizes for sizes in dict.fromkeys(found) if 0 not in sizes]
 
     def _cuts_within(self, size: int, scope: Scope) -> list[tuple[int, ...]]:
         """The same where one of the parts is taken apart further on: what goes through the convolution of Mamba 2."""

@@ -89,8 +89,8 @@ class SearchWidths(Search):
             if call.name not in around or not _SIZES & read or any(_AGAIN in name for name in read):
                 continue
             for argument, x in named_arguments(module, call.args, call.kwargs).items():
-                if not isinstance(x, Tensor) or not x.dim():
-                    continue
+                if not isinstance(x, Tensor) or not x.dim() or not argument.isidentifier():
+                    continue  # what stands in a tuple is not shown
                 source = self.recording.source(x)
                 taking = dict.fromkeys(str(event.layer) for event in inside if event.sources == (source,))
                 layers = [name for name in taking if name.startswith(prefix)]

@@ -7,13 +7,14 @@ output all that is made gives shares.  For any other activation nothing is prove
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
 from tpkernels.planning.replays.roles import Role
 from tpkernels.planning.runs.events import canonical
+from tpkernels.planning.runs.gradient_code import Works
 from tpkernels.planning.runs.session import Session
 from tpkernels.planning.runs.shadow import Shadow
 from tpkernels.planning.splits import Split, Unproven
@@ -74,8 +75,12 @@ class Gradients(Session):
         """The layers of which a tensor was made, without another layer between."""
         raise NotImplementedError
 
-    def gradient_code_called(self, name: str, tensors: list[Tensor], on_elements: Callable[[], bool]) -> None:
-        if tensors and all(id(tensor) in self._splits for tensor in tensors) and on_elements():
+    def gradient_code_called(self, name: str, tensors: list[Tensor], made: list[Tensor], works: Works) -> None:
+        cuts = [None if (split := self._splits.get(id(one))) is None else split.dim for one in tensors]
+        constant = all(dim is not None or not self.has_origin(one) for one, dim in zip(tensors, cuts, strict=True))
+        results = {None if (split := self._splits.get(id(one))) is None else split.dim for one in made}
+        result = results.pop() if len(results) == 1 else None
+        if result is not None and constant and works(cuts, result):
             return
         for tensor in tensors:
             self._is_whole(tensor, f"given to {name}, whose backward is code of its own")

@@ -10,6 +10,7 @@ local shape.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -281,7 +282,9 @@ def _baddbmm(call: Call) -> Answer:
 def _attention(call: Call) -> Answer:
     """Scaled dot product attention of q, k, v ``[B, H, S, D]``, cut by heads; the mask is whole or cut alike."""
     q, k, v = (call.cut(index) for index in range(3))
-    if not (k == v and q.at(k.dim) == q and q.pieces == k.pieces and q.dim in (0, 1) and len(q.segments) == 1):
+    _nothing_copied(q, k, v)
+    same = k == v and q == replace(k, segments=q.segments)
+    if not same or q.dim not in (0, 1) or (q.segments != k.segments and len(q.segments + k.segments) > 2):
         raise Unproven("queries, keys and values are cut in different ways")
     whole = q.whole_pieces(call.world_size) and k.whole_pieces(call.world_size)
     if q.segments[0] % k.segments[0] or not whole:
@@ -297,7 +300,7 @@ def _attention(call: Call) -> Answer:
         raise Unproven("the probability of dropout depends on the rank")
     answers: list[Split | None] = []
     for output in call.outputs:
-        answers.append(q if len(output) > q.dim and output[q.dim] == q.segments[0] else None)
+        answers.append(q if len(output) > q.dim and output[q.dim] == sum(q.segments) else None)
     return answers
 
 
@@ -378,6 +381,7 @@ _AROUND: dict[str, Callable[[Call], Answer]] = {
     "repeat_interleave": _repeat_interleave,
     "_softmax": _along(1, "dim"), "_log_softmax": _along(1, "dim"), "_safe_softmax": _along(1, "dim"),
     "softmax": _along(1, "dim"), "cumsum": _along(1, "dim"), "index_select": _along(1, "dim"), "flip": _reduce,
+    "unfold": _along(1, "dimension"),
     "glu": glu,
     "sum": _reduce, "mean": _reduce, "amax": _reduce, "amin": _reduce, "var": _reduce, "std": _reduce,
     "var_mean": _reduce, "logsumexp": _reduce, "linalg_vector_norm": lambda call: _vector_norm(call),

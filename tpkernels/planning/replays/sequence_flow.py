@@ -7,7 +7,7 @@ and the like, nothing but elementwise ops and reshapes may touch the residual.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from tpkernels.planning.replays.rules import RULES, Call, pointwise
 from tpkernels.planning.runs.conditions import Rest
 from tpkernels.planning.runs.events import Shape, as_shapes, canonical, constant_of, is_random
 from tpkernels.planning.runs.example_inputs import Observation
+from tpkernels.planning.runs.gradient_code import Works
 from tpkernels.planning.runs.session import Session
 from tpkernels.planning.runs.shadow import Shadow
 from tpkernels.planning.runs.tensors import storage_of, tensors_in
@@ -360,7 +361,7 @@ class _Flow(Session):
         shapes = [(Shape(output.shape), self._splits.get(id(output))) for output in outputs]
         self._local.steps.append(Step(canonical(func), arguments, constant_of(func, tensors), shapes))
 
-    def gradient_code_called(self, name: str, tensors: list[Tensor], on_elements: Callable[[], bool]) -> None:
+    def gradient_code_called(self, name: str, tensors: list[Tensor], made: list[Tensor], works: Works) -> None:
         if any(id(tensor) in self._splits for tensor in tensors):
             raise Unproven(f"the residual is given to {name}, whose backward is code of its own")
 

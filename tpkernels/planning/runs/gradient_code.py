@@ -2,7 +2,7 @@
 
 It owns :func:`code_of_gradients` and :class:`Requiring`.  A ``torch.autograd.Function`` has a backward of its own, and
 a hook on a tensor changes the gradient that passes.  Both are code over whole tensors, and nobody knows what they make
-of a part; this module reports that they exist, and how to find out whether a function takes each element by itself.
+of a part; this module reports that they exist, and how to find out whether a function takes each slice by itself.
 Code that asks a tensor whether it requires a gradient gets the answer that it would get in a real run.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -19,14 +19,18 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
 
-from tpkernels.planning.modules.element_code import works_on_elements
+from tpkernels.planning.modules.element_code import works_on_elements, works_on_slices
 from tpkernels.planning.runs.tensors import can_require_grad, storage_of
 
 if TYPE_CHECKING:
     from tpkernels.planning.runs.session import Session
     from tpkernels.planning.runs.shadow import Shadow
 
-__all__ = ["Requiring", "code_of_gradients"]
+__all__ = ["Requiring", "Works", "code_of_gradients"]
+
+Works = Callable[[Sequence[int | None], int], bool]
+"""Whether a function works on each slice by itself, where tensors among its arguments are cut in these dimensions, and
+its result is in that one."""
 
 _NOT_THE_MODELS = ("torch.utils.checkpoint", "torch._dynamo")
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
@@ -69,10 +73,8 @@ def code_of_gradients(session: Session) -> Iterator[None]:
     """Within it, custom functions and hooks report to ``session``, and their results count as activations."""
     base: Any = torch.autograd.Function.__mro__[1]  # what apply of every function calls, also where code holds it
 
-    def told(
-        name: str, tensors: list[Tensor], made: list[Tensor], on_elements: Callable[[], bool] = lambda: False
-    ) -> None:
-        session.gradient_code_called(name, tensors, on_elements)
+    def told(name: str, tensors: list[Tensor], made: list[Tensor], works: Works = lambda cuts, cut: False) -> None:
+        session.gradient_code_called(name, tensors, made, works)
         if any(session.has_origin(tensor) for tensor in tensors):
             for tensor in made:
                 session.set_origin(tensor, None)
@@ -89,7 +91,12 @@ def code_of_gradients(session: Session) -> Iterator[None]:
             tensors, made = (
                 [leaf for leaf in tree_leaves(some) if isinstance(leaf, Tensor)] for some in ((args, kwargs), out)
             )
-            told(cls.__name__, tensors, made, lambda: works_on_elements(original, args, kwargs))
+
+            def works(cuts: Sequence[int | None], cut: int) -> bool:
+                on_elements = None not in cuts and works_on_elements(original, args, kwargs)
+                return on_elements or works_on_slices(original, args, kwargs, cuts, cut)
+
+            told(cls.__name__, tensors, made, works)
         return out
 
     before = vars(base).get("apply")

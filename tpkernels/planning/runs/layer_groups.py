@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from tpkernels.planning.modules.layers import Layer
 from tpkernels.planning.runs.session import Node
 from tpkernels.planning.runs.trace import Recording
 
@@ -76,13 +77,13 @@ def find_groups(recording: Recording, *, convolutions: bool = False) -> list[Gro
     order = {event.layer: index for index, event in reversed(list(enumerate(recording.events))) if event.layer}
     if convolutions:
         order |= {call.name: index for index, call in reversed(list(recording.channel_calls.items()))}
-    sizes = {name: layer.in_features * layer.out_features for name, layer in recording.shadow.layers.items()}
-    tables = {name for name, layer in recording.shadow.layers.items() if layer.kind == "embedding"}
+    layers = recording.shadow.layers
+    tables = {name for name, layer in layers.items() if layer.kind == "embedding"}
     groups: list[Group] = []
     fed: list[Group] = []
     for one in components(recording, convolutions=convolutions):
         first = _channel_ways(one, recording.convolution_inputs.keys()) if convolutions else _ways(one)
-        less = () if convolutions else (*_fed_ways(one, tables), *_ways_beside(one, tables, sizes))
+        less = () if convolutions else (*_fed_ways(one, tables), *_ways_beside(one, tables, layers))
         for found, ways in ((groups, first), (fed, less)):
             for way in ways:
                 apart = convolutions or not way.columns & way.rows
@@ -162,14 +163,23 @@ def _fed_ways(one: Component, tables: Set[str]) -> Iterator[_Way]:
         yield _Way(one.columns - shared, one.rows, shared)
 
 
-def _ways_beside(one: Component, tables: Set[str], sizes: Mapping[str, int]) -> Iterator[_Way]:
+def _ways_beside(one: Component, tables: Set[str], layers: Mapping[str, Layer]) -> Iterator[_Way]:
     """A component without its tables, which stay whole: all heads read the same rows of relative positions, as long as
-    one head (Conformers).  A stream of many layers, to which word embeddings give, is not cut for that."""
+    one head (Conformers, RoFormer).  A stream of many layers, to which word embeddings give, is not cut for that: rows
+    as long as the stream are larger than what would be cut, and shorter ones could not be cut with the heads anyway."""
     given = one.columns & tables
     columns, blocks = one.columns - given, _blocks_without(one, given)
     few = len(columns | one.rows) <= SMALL_GROUP
-    if given and sum(map(sizes.__getitem__, given)) < sum(map(sizes.__getitem__, columns)) and blocks > (not few):
-        yield _Way(columns, one.rows, tables=given)
+    if given and columns and blocks > (not few):
+        shortest = min(layers[name].out_features for name in columns)
+        long = {name for name in given if layers[name].out_features >= shortest}
+        if _numbers_in(long, layers) < _numbers_in(columns, layers):
+            yield _Way(columns, one.rows, tables=given)
+
+
+def _numbers_in(names: Set[str], layers: Mapping[str, Layer]) -> int:
+    """How many numbers the weights of these layers have."""
+    return sum(layers[name].in_features * layers[name].out_features for name in names)
 
 
 def _blocks_without(one: Component, given: Set[str]) -> int:

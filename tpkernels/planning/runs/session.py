@@ -31,7 +31,7 @@ from tpkernels.planning.runs.events import (
     canonical,
     constant_of,
 )
-from tpkernels.planning.runs.gradient_code import Requiring
+from tpkernels.planning.runs.gradient_code import Requiring, Works
 from tpkernels.planning.runs.higher_order_ops import as_op
 from tpkernels.planning.runs.known_values import KnownValues, is_condition
 from tpkernels.planning.runs.module_state import Held, State
@@ -358,9 +358,9 @@ class Session(TorchDispatchMode):
     def channels_called_otherwise(self, name: str) -> None:
         """Such a module is called in another way, or within an opaque module."""
 
-    def gradient_code_called(self, name: str, tensors: list[Tensor], on_elements: Callable[[], bool]) -> None:
-        """The gradients of ``tensors`` pass through code that this run does not see; ``on_elements`` finds out whether
-        it takes each element by itself."""
+    def gradient_code_called(self, name: str, tensors: list[Tensor], made: list[Tensor], works: Works) -> None:
+        """The gradients of ``tensors``, of which it has ``made`` others, pass through code that this run does not see;
+        ``works`` finds out whether it takes each slice by itself."""
 
     def original_called(self, name: str) -> None:
         """A module of the model itself runs, not its copy."""
