@@ -255,7 +255,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "lilt": {"hidden_size": 48},
     "lw_detr": {"projector_scale_factors": [1.0], "num_queries": 4, "group_detr": 2},
     "mamba2": {"num_heads": 8},
+    **{key: {"insert_layer_id": 0} for key in ("minicpm_ocr_vision", "minicpmv4_7_vision")},
     "ministral": {"head_dim": 8},
+    "mllama": {"vision_config": {"vision_output_dim": 64}},
     "mobilebert": {"intra_bottleneck_size": 32, "true_hidden_size": 32},
     "molmo2": {
         "adapter_config": {"vision_feature_layer": [1, 0]},
@@ -334,6 +336,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "timesfm2_5": {"patch_length": 8, "context_length": 32, "horizon_length": 8},
     "tvp": {"backbone_config": _ROI, "max_img_size": 128, "visual_prompt_size": 8, "num_frames": 2},
     "udop": {"relative_attention_num_buckets": 32},
+    "unlimited_ocr": {"vision_config": {"sam_config": {"output_channels": 32, "downsample_channels": [32, 32]}}},
     "univnet": {"kernel_predictor_hidden_channels": 8, "model_hidden_channels": 8, "model_in_channels": 8},
     "vibevoice": {"audio_config": _VIBE, "semantic_model_config": _VIBE},
     "vibevoice_acoustic_tokenizer": _VIBE,
