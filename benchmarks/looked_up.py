@@ -2,10 +2,11 @@
 
 A table of positions is often a plain parameter, not an ``nn.Embedding``: ViT adds it to its tokens, YOLOS to the tokens
 before every layer, Swin adds rows of one to the scores of its attention.  Such a parameter is as little a part of the
-body's products as an embedding is, and has the number of places in it, not of features times features.  Which ones these
-are is told by a run of the model itself, op by op, and not by names: from the parameter on, tensors may be taken apart,
-put together, picked from by whole numbers, resized and scaled by a number; what is made so may meet other numbers where
-it is added or put beside them, and nowhere else.  A vector, which has no rows, is none: it is a bias or a gain.
+body's products as an embedding is, and has the number of places in it, not of features times features.  Which ones
+these are is told by a run of the model itself, op by op, and not by names: from the parameter on, tensors may be taken
+apart, put together, picked from by whole numbers, resized and scaled by a number; what is made so may meet other
+numbers where it is added or put beside them, and nowhere else.  A vector, which has no rows, is none: it is a bias or a
+gain.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ class _Followed(TorchDispatchMode):
 
 
 def tables(model: nn.Module, calls: Iterable[tuple[str, Mapping[str, Any]]]) -> set[str]:
-    """Names of parameters with rows that are added in one of the ``calls`` that the model runs with, and read in no other
-    way in any."""
+    """Names of parameters with rows that are added in one of the ``calls`` that the model runs with, and read in no
+    other way in any."""
     parameters = {id(one): name for name, one in model.named_parameters() if one.dim() > 1 and one[..., 0].numel() > 1}
     added, read, runs = set[str](), set[str](), 0
     before = {module: module.training for module in model.modules()}
@@ -79,7 +80,7 @@ def tables(model: nn.Module, calls: Iterable[tuple[str, Mapping[str, Any]]]) -> 
         try:
             with torch.no_grad(), followed:
                 model(**arguments)
-        except Exception:  # noqa: BLE001 - a call that is a guess can make a model raise anything
+        except Exception:  # noqa: BLE001, S112 - a call that is a guess can make a model raise anything
             continue
         added, read, runs = added | followed.added, read | followed.read, runs + 1
         if runs == MOST_RUNS:

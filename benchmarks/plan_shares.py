@@ -47,9 +47,9 @@ COMMON = (
 ).split()
 """Those that most people run."""
 
-HEADS = frozenset("lm_head lm_heads codec_head codebooks_head char_head bpe_head wp_head".split())
+HEADS = frozenset("lm_head lm_heads codec_head codebooks_head char_head bpe_head wp_head output_projection".split())
 """What heads over a vocabulary are called in models whose ``get_output_embeddings`` does not name them: Bark, CSM's
-depth decoder, MGP-STR, and the talkers of Qwen Omni."""
+depth decoder, FSMT, MGP-STR, and the talkers of Qwen Omni."""
 
 
 def in_pairs(entry: Entry) -> bool:

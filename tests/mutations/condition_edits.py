@@ -19,7 +19,7 @@ CONDITIONS = (
     Edit(STEPS, 'self._is_whole(tensor, f"read by {self.quiet}, {after}")', "pass  # read", f"{TESTS} -k part"),
     Edit(STEPS, "rest.steps != recorded.steps or", "False or", f"{TESTS} -k number_of_one_rank"),
     Edit(OPAQUE, "todo += paths_after(path, found[-1].rests)", "todo += []", f"{TESTS} -k recorded"),
-    Edit(OPAQUE, "for other in (*found, *mixed):", "for other in found:", f"{TESTS} -k mixture"),
+    Edit(OPAQUE, "for other in (*found, *mixtures):", "for other in found:", f"{TESTS} -k mixture"),
     Edit(OPAQUE, "_compare_paths(first, other)", "pass", f"{TESTS} -k shape"),
     Edit(OPAQUE, "if len(found) + 1 == MOST_PATHS:", "if False:", f"{TESTS} -k many"),
     Edit("planning/runs/example_inputs.py", "*recording.others, ", "*[], ", f"{TESTS} -k part"),

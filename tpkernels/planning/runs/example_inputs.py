@@ -105,7 +105,9 @@ class Observation:
             self.problem = f"the model cannot be copied ({type(error).__name__}: {_first_line(error)})"
             return
         self._asking = {None}
-        while self._asking - {self.shadow.asking}:  # what one run made opaque changes those before it
+        while self._asking - {
+            (self.shadow.asking, self.shadow.decides)
+        }:  # what one run made opaque changes those before it
             self.examples, self.calls, self._asking = [], {}, set()
             self.recording, self.note = None, ""
             self._record_all(self.shadow, model, given, guesses, sizes)
@@ -198,7 +200,7 @@ class Observation:
             except Exception as error:  # noqa: BLE001 - a guess that does not fit can make a model raise anything
                 failures[mode] = f"{type(error).__name__}: {_first_line(error)}"
                 continue
-            self._asking.add(shadow.asking)
+            self._asking.add((shadow.asking, shadow.decides))
             calls = [recording, *recording.others, *self._second(shadow, call, recording)]
             for one in calls:
                 if not any(mode.training == other.training and one.same(known) for other, known in found):
