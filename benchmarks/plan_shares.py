@@ -20,7 +20,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +47,9 @@ COMMON = (
 ).split()
 """Those that most people run."""
 
-HEADS = frozenset("lm_head lm_heads codec_head codebooks_head char_head bpe_head wp_head output_projection".split())
+HEADS = frozenset("lm_head lm_heads codec_head codebooks_head char_head bpe_head wp_head".split())
 """What heads over a vocabulary are called in models whose ``get_output_embeddings`` does not name them: Bark, CSM's
-depth decoder, FSMT, MGP-STR, and the talkers of Qwen Omni."""
+depth decoder, MGP-STR, and the talkers of Qwen Omni."""
 
 
 def in_pairs(entry: Entry) -> bool:
@@ -63,9 +63,20 @@ def in_pairs(entry: Entry) -> bool:
     return not (isinstance(style, Row) and style.split_input)
 
 
+def declared_heads(model: nn.Module) -> Iterator[nn.Module]:
+    """Layers that a model says may have the weight of an embedding (FSMT), whether they have it or not."""
+    for module in model.modules():
+        ties, within = getattr(module, "_tied_weights_keys", None), dict(module.named_modules())
+        for pair in ties.items() if isinstance(ties, dict) else ():
+            head, table = (within.get(name.rpartition(".")[0]) for name in pair)
+            if isinstance(head, nn.Linear) and isinstance(table, nn.Embedding):
+                yield head
+
+
 def output_heads(model: nn.Module) -> set[int]:
     """The ids of output heads, and of what is in them: some models have a list, with a head for each codebook."""
     found = [one.get_output_embeddings() for one in model.modules() if hasattr(one, "get_output_embeddings")]
+    found += declared_heads(model)
     found += [module for path, module in model.named_modules() if path.rpartition(".")[2] in HEADS]
     return {id(inner) for head in found if isinstance(head, nn.Module) for inner in head.modules()}
 

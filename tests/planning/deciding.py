@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class Pair(nn.Module):
-    """Two layers that can be cut, with a condition between them where that is said."""
+    """Two layers that can be cut, with a condition before or between them where that is said."""
 
     def __init__(self, how: str = "") -> None:
         super().__init__()
@@ -15,6 +15,8 @@ class Pair(nn.Module):
         self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.how == "before" and torch.rand([]) < 0.5:
+            x = x / 2
         hidden = self.up(x).relu()
         if self.how == "between" and torch.rand([]) < 0.5:
             hidden = hidden / 2
@@ -34,7 +36,7 @@ class Dropped(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         skipped = 0
         for layer in self.layers:
-            if self.how != "between" and self.training and self._skips(x):
+            if self.how not in ("before", "between") and self.training and self._skips(x):
                 skipped += 1
                 continue
             x = layer(x)
@@ -73,3 +75,16 @@ class Padded(nn.Module):
                 x = self.rare.down(self.rare.up(x).sum(-1, keepdim=True) + self.rare.up(x))
         y: Tensor = self.layer(x)
         return y
+
+
+class Chooses(nn.Module):
+    """A block that looks at one of two conditions, and on which of them depends on its number of features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.width = 16
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        y: Tensor = self.down(self.up(x).relu().view(*x.shape[:-1], self.width))
+        return y / 2 if (first if self.width == 16 else second) else y

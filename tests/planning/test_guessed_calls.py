@@ -116,6 +116,21 @@ class Row16(Unusual):
         return self.run(right, pixel_values)
 
 
+class Placed(Unusual):
+    """The images of Gemma 4."""
+
+    def forward(self, pixel_values: Any, pixel_position_ids: Any = None) -> Any:
+        right = pixel_values.shape == (3, 18, 3 * 4 * 4) and pixel_position_ids.shape == (3, 18, 2)
+        return self.run(right, pixel_values)
+
+
+class Embedded(Unusual):
+    """The predictor of codes of Qwen3-Omni's talker."""
+
+    def forward(self, input_ids: Any = None, inputs_embeds: Any = None) -> Any:
+        return self.run(inputs_embeds.shape == (3, 7, 8), inputs_embeds)
+
+
 class Heard(Unusual):
     """The encoder of sound of Phi-4."""
 
@@ -141,6 +156,8 @@ def test_what_the_first_call_leaves_out_further_calls_run(model: Two) -> None:
 
 @pytest.mark.parametrize("model", [
     Row16("pixel_values", patch_size=4),
+    Placed("pixel_values", patch_size=4, pooling_kernel_size=3),
+    Embedded("input_ids", hidden_size=8),
     Heard("input_ids", input_size=6),
 ], ids=lambda model: type(model).__name__)  # fmt: skip
 def test_a_tower_by_itself_is_called_with_what_its_arguments_are(model: Unusual) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 import tpkernels as tpk
 from tests.models.compare import LIMIT, compare_tensors, differs
 from tests.nn.reference import LIMIT_S, tp_mesh
-from tests.planning.deciding import Dropped, Padded
+from tests.planning.deciding import Chooses, Dropped, Padded
 from tpkernels.planning.runs.example_inputs import Observation
 from tpkernels.sharding import Column, Row
 from tpkernels.testing.spawn import Pools
@@ -40,9 +40,10 @@ def test_every_combination_of_few_answers_is_a_run_and_the_one_with_all_layers_i
 
 
 @pytest.mark.cpu
+@pytest.mark.parametrize("how", ["skips", "before"])
 @pytest.mark.parametrize("count", [2, 5])
-def test_blocks_that_may_be_skipped_are_cut(count: int) -> None:
-    plan = tpk.make_plan(Dropped(count), 2, example_inputs=X)
+def test_blocks_that_may_be_skipped_or_that_ask_before_their_layers_are_cut(count: int, how: str) -> None:
+    plan = tpk.make_plan(Dropped(count, how), 2, example_inputs=X)
     assert are_pairs(plan, *(f"layers.{index}" for index in range(count))) == [True] * count and not plan.notes
 
 
@@ -70,6 +71,13 @@ def test_a_part_that_passes_a_condition_is_refused(count: int) -> None:
 def test_a_condition_that_parameters_or_activations_go_into_is_that_of_its_module(how: str) -> None:
     observation = Observation(nn.Sequential(Dropped(2, how), nn.Linear(8, 8)), X)
     assert observation.shadow is not None and observation.shadow.opaque == {"0"}
+
+
+@pytest.mark.cpu
+def test_a_rank_that_would_ask_another_condition_is_refused() -> None:
+    plan = tpk.make_plan(Chooses(), 2, example_inputs=(X, torch.tensor(True), torch.tensor(True)))
+    assert (plan["up"].style, plan["down"].style) != (Column(), Row())
+    assert "the model asks for another condition" in plan["up"].reason
 
 
 @pytest.mark.cpu

@@ -284,6 +284,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vision_features_channels": [32, 32, 32],
         "task_encoder_hidden_dim": 48,
     },
+    "paddleocr_vl": {"image_token_id": 90},
     "perceiver": {"d_latents": 32, "num_self_attends_per_block": 2},
     "pocket_tts": {"flow_head_config": {"condition_dim": 32}},
     "pp_doclayout_v2": _HGNET_DETR | {"class_thresholds": [0.5, 0.5], "class_order": [0, 1]},

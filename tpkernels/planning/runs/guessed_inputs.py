@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tpkernels.planning.runs.unusual_inputs import MASKS, patches, picture, rows_of_patches, unusual
+from tpkernels.planning.runs.unusual_inputs import MASKS, patches, picture, placed_patches, rows_of_patches, unusual
 
 __all__ = ["Tokens", "candidates", "further_calls", "is_hugging_face", "other_ways", "towers"]
 
@@ -198,7 +198,7 @@ def _sounds(config: Any, parameters: Mapping[str, inspect.Parameter], sizes: Tok
 
 def _images(vision: Any, names: Mapping[str, Any], sizes: Tokens) -> Iterator[dict[str, Any]]:
     """Images as a tower takes them: as rows of patches, or as squares of them (PaddleOCR-VL), or as they are."""
-    if rows := rows_of_patches(vision, names, sizes):
+    if rows := rows_of_patches(vision, names, sizes) or placed_patches(vision, names, sizes):
         yield rows
     elif {"pixel_values", "image_grid_thw"} <= names.keys() and isinstance(getattr(vision, "patch_size", None), int):
         rows_, grid = patches(vision)

@@ -17,7 +17,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from tpkernels.planning.runs.guessed_inputs import Tokens
 
-__all__ = ["MASKS", "patches", "picture", "rows_of_patches", "unusual"]
+__all__ = ["MASKS", "patches", "picture", "placed_patches", "rows_of_patches", "unusual"]
 
 SIDES = (3, 4)
 """Of an image, in patches."""
@@ -34,7 +34,7 @@ def unusual(
     vision = getattr(config, "vision_config", config)
     for others in (
         rows_of_patches(vision, names, sizes), _frames(vision, images, sizes), _tiles(vision, names, sizes),
-        _one_row_of_patches(vision, names),
+        placed_patches(vision, names, sizes), _one_row_of_patches(vision, names),
     ):  # fmt: skip
         if others:
             yield text | others | extra
@@ -54,6 +54,9 @@ def unusual(
         ids = extra["decoder_input_ids"]
         for shape in ((len(ids) * codebooks, ids.shape[1]), (*ids.shape, codebooks)):
             yield text | extra | {"decoder_input_ids": ids.new_zeros(shape)}
+    width = getattr(config, "hidden_size", None)
+    if "inputs_embeds" in names and isinstance(width, int):  # alone, where words are no input (a talker's predictor)
+        yield {"inputs_embeds": sizes.floats(sizes.length, width)} | extra
 
 
 def picture(vision: Any, sizes: Tokens) -> Arguments:
@@ -87,6 +90,17 @@ def rows_of_patches(vision: Any, names: Collection[str], sizes: Tokens) -> Argum
         sides = {"spatial_shapes": torch.tensor([SIDES] * sizes.batch)}
         return {"pixel_values": sizes.floats(height * width, channels * patch**2)} | mask | sides
     return {}
+
+
+def placed_patches(vision: Any, names: Collection[str], sizes: Tokens) -> Arguments:
+    """Patches with the place of each, which are pooled in squares (Gemma 4)."""
+    patch, side = getattr(vision, "patch_size", None), getattr(vision, "pooling_kernel_size", None)
+    key = next((name for name in ("pixel_position_ids", "image_position_ids") if name in names), "")
+    if "pixel_values" not in names or not key or not isinstance(patch, int) or not isinstance(side, int):
+        return {}
+    places = torch.cartesian_prod(torch.arange(2 * side), torch.arange(side))
+    pixels = sizes.floats(len(places), 3 * patch**2)
+    return {"pixel_values": pixels, key: places.expand(sizes.batch, -1, -1).clone()}
 
 
 def _frames(vision: Any, images: Mapping[str, Any], sizes: Tokens) -> Arguments:
