@@ -6,9 +6,9 @@ Every architecture is built small (tests/models/architectures/) and planned for 
 where those show more, with example inputs.  What a plan says of a parameter counts with the parameter's bytes in the
 default configuration, which is built on the meta device (benchmarks/default_sizes.py): convolutions and tables of a
 small model are larger than they are in a real one.  A row without such sizes says so, and is counted apart.  The body
-is everything but tables (``nn.Embedding``) and output heads.  "In pairs" are columns and rows, linear layers or
-convolutions, that the data flow proves, what stands between them, heads and experts: one sum serves a pair, where a
-layer by itself is gathered.
+is everything but output heads and tables: ``nn.Embedding``, and parameters whose rows are looked up and added, which a
+run tells (benchmarks/looked_up.py).  "In pairs" are columns and rows, linear layers or convolutions, that the data flow
+proves, what stands between them, heads and experts: one sum serves a pair, where a layer by itself is gathered.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from torch import nn
 
 import tpkernels as tpk
 from benchmarks.default_sizes import pattern, published_bytes
+from benchmarks.looked_up import tables
 from tests.models.architectures.catalogue import architectures
 from tests.models.architectures.inputs import calls
 from tests.models.architectures.reference import CannotBuild, build, computing
@@ -62,14 +63,25 @@ def in_pairs(entry: Entry) -> bool:
     return not (isinstance(style, Row) and style.split_input)
 
 
+def declared_heads(model: nn.Module) -> Iterator[nn.Module]:
+    """Layers that a model says may have the weight of an embedding (FSMT), whether they have it or not."""
+    for module in model.modules():
+        ties, within = getattr(module, "_tied_weights_keys", None), dict(module.named_modules())
+        for pair in ties.items() if isinstance(ties, dict) else ():
+            head, table = (within.get(name.rpartition(".")[0]) for name in pair)
+            if isinstance(head, nn.Linear) and isinstance(table, nn.Embedding):
+                yield head
+
+
 def output_heads(model: nn.Module) -> set[int]:
     """The ids of output heads, and of what is in them: some models have a list, with a head for each codebook."""
     found = [one.get_output_embeddings() for one in model.modules() if hasattr(one, "get_output_embeddings")]
+    found += declared_heads(model)
     found += [module for path, module in model.named_modules() if path.rpartition(".")[2] in HEADS]
     return {id(inner) for head in found if isinstance(head, nn.Module) for inner in head.modules()}
 
 
-def shares(name: str, model: nn.Module, plan: tpk.ShardingPlan, sizes: Counter[str]) -> dict[str, Any]:
+def shares(model: nn.Module, plan: tpk.ShardingPlan, sizes: Counter[str], looked_up: Collection[str]) -> dict[str, Any]:
     heads = output_heads(model)
     small: Counter[str] = Counter()
     for key, parameter in model.named_parameters():
@@ -81,9 +93,10 @@ def shares(name: str, model: nn.Module, plan: tpk.ShardingPlan, sizes: Counter[s
         if isinstance(module, nn.Embedding) or id(module) in heads:
             continue
         for part in entry.parameters:
-            if part.tied:
+            full = f"{entry.path}.{part.name}" if entry.path else part.name
+            if part.tied or full in looked_up:
                 continue
-            key = pattern(f"{entry.path}.{part.name}" if entry.path else part.name)
+            key = pattern(full)
             size = torch.Size(part.shape).numel() * (sizes[key] / small[key] if sizes[key] and small[key] else 1.0)
             total += size
             cut += size if part.dim is not None else 0
@@ -106,6 +119,9 @@ def examine(name: str, world: int) -> dict[str, Any]:
         sizes = published_bytes(name)
     except Exception as error:  # noqa: BLE001 - a default configuration can make a class raise anything
         sizes, row["small"] = Counter(), f"{type(error).__name__}: {str(error)[:80]}"
+    with computing(torch.float32):
+        looked_up = tables(build(name), calls(name, model))
+    row |= {"tables": sorted({pattern(one) for one in looked_up})} if looked_up else {}
     best: dict[str, Any] = {}
     for kind, arguments in [("", None), *calls(name, model)]:
         if kind == "" or not best or best["pairs"] < 0.9:
@@ -115,7 +131,7 @@ def examine(name: str, world: int) -> dict[str, Any]:
             except ValueError as error:
                 row.setdefault("why", str(error)[:200])
                 continue
-            found = shares(name, model, plan, sizes) | {"inputs": kind}
+            found = shares(model, plan, sizes, looked_up) | {"inputs": kind}
             found["traced"] = not any(note.startswith(NO_DATA_FLOW) for note in plan.notes)
             if kind == "":
                 row["without inputs"] = [found["cut"], found["pairs"], found["traced"]]

@@ -261,7 +261,7 @@ def _run_plan(options: argparse.Namespace) -> int:
     from pathlib import Path
 
     from tpkernels.integrations import named_models
-    from tpkernels.planning.runs.example_inputs import Tokens
+    from tpkernels.planning.runs.guessed_inputs import Tokens
     from tpkernels.sharding import make_plan
 
     plan = make_plan(

@@ -13,13 +13,42 @@ FLOW = "planning/replays/sequence_flow.py"
 ASKED = 'f"asked by {rest.module} for a condition, and ranks would not answer alike"'
 GIVEN = 'f"given by {rest.module}, which branches on a condition"'
 
+SHARED, ALIKE = "tests/planning/test_shared_conditions.py", "planning/runs/shared_conditions.py"
+
 CONDITIONS = (
+    Edit(ALIKE, "elif func._schema.is_mutable:", "elif False:", f"{SHARED} -k parameters_or"),
+    Edit(ALIKE, "list(product((False, True), repeat=conditions))", "[(False,) * conditions]", f"{SHARED} -k every"),
+    Edit(ALIKE, "(True,), (False, True), (True, False)]", "(True,)]", f"{SHARED} -k of_many"),
+    Edit(ALIKE, "known.setdefault((number, answer), steps) != steps", "False", f"{SHARED} -k change_what"),
+    Edit(SESSION, "all(tensor in self.alike for tensor in tensors)", "True", f"{SHARED} -k parameters_or"),
+    Edit(OPAQUE, "max(runs.values(), key=lambda run: len(run.layer_rows))", "runs[turns]", f"{SHARED} -k every"),
+    Edit(OPAQUE, "if recording.decisions:  # a call", "if False:  # a call", f"{SHARED} -k refuses"),
+    Edit(TRACE, "changes=len(self.changes), decided=decided", "changes=len(self.changes)", f"{SHARED} -k skipped_or"),
+    Edit(STEPS, "self.recording.decisions[number] != asked", "False", f"{SHARED} -k another_condition"),
+    Edit(
+        "planning/replays/gradients.py",
+        "(self._splits.keys() | self._summed) - own",
+        "set()",
+        f"{SHARED} -k passes_a_condition",
+    ),
+    Edit(
+        "planning/runs/example_inputs.py",
+        "if fresh and not any(",
+        "if False and not any(",
+        "tests/planning/test_guessed_calls.py -k no_further",
+    ),
+    Edit(
+        "planning/runs/guessed_inputs.py",
+        '"cross_attention_hidden_size", "encoder_hidden_size", "hidden_size"',
+        '"hidden_size", "encoder_hidden_size", "cross_attention_hidden_size"',
+        "tests/planning/test_guessed_calls.py -k Decoder",
+    ),
     Edit(STEPS, f"self._is_whole(tensor, {ASKED})", "pass  # asked", f"{TESTS} -k named"),
     Edit(STEPS, f"self._is_whole(tensor, {GIVEN})", "pass  # given", f"{TESTS} -k gives"),
     Edit(STEPS, 'self._is_whole(tensor, f"read by {self.quiet}, {after}")', "pass  # read", f"{TESTS} -k part"),
     Edit(STEPS, "rest.steps != recorded.steps or", "False or", f"{TESTS} -k number_of_one_rank"),
     Edit(OPAQUE, "todo += paths_after(path, found[-1].rests)", "todo += []", f"{TESTS} -k recorded"),
-    Edit(OPAQUE, "for other in (*found, *mixed):", "for other in found:", f"{TESTS} -k mixture"),
+    Edit(OPAQUE, "for other in (*found, *mixtures):", "for other in found:", f"{TESTS} -k mixture"),
     Edit(OPAQUE, "_compare_paths(first, other)", "pass", f"{TESTS} -k shape"),
     Edit(OPAQUE, "if len(found) + 1 == MOST_PATHS:", "if False:", f"{TESTS} -k many"),
     Edit("planning/runs/example_inputs.py", "*recording.others, ", "*[], ", f"{TESTS} -k part"),

@@ -116,7 +116,7 @@ PLANNER = (
         f"{FOLLOWED} -k meets",
     ),
     Edit(
-        "planning/runs/example_inputs.py",
+        "planning/runs/guessed_inputs.py",
         '"input_size", "num_mel_bins", "feature_size"',
         '"num_mel_bins", "input_size", "feature_size"',
         "tests/planning/test_example_inputs.py -k unusual",

@@ -12,7 +12,7 @@ from torch import nn
 
 import tpkernels as tpk
 from tests.models import zoo
-from tpkernels.planning.runs.example_inputs import Tokens
+from tpkernels.planning.runs.guessed_inputs import Tokens
 from tpkernels.planning.runs.shadow import Shadow
 from tpkernels.planning.styles import Column, Row
 

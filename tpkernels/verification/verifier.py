@@ -28,7 +28,8 @@ from tpkernels.nn.parameters import tp_mesh
 from tpkernels.planning.entries.plan import ShardingPlan
 from tpkernels.planning.hints import match
 from tpkernels.planning.planner import check_plain, make_plan
-from tpkernels.planning.runs.example_inputs import as_call, candidates
+from tpkernels.planning.runs.example_inputs import as_call
+from tpkernels.planning.runs.guessed_inputs import candidates
 from tpkernels.planning.splits import for_degrees
 from tpkernels.planning.styles import Style, as_style
 from tpkernels.state.collective_errors import Ranks

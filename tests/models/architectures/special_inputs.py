@@ -51,6 +51,11 @@ INPUTS: dict[str, dict[str, Any]] = {
     "efficientloftr": {"pixel_values": ("float", (2, 2, 3, 64, 64))},
     "esm": {"input_ids": ("int", (2, 7), 30)},
     "esmc": {"input_ids": ("int", (2, 7), 30)},
+    "evolla": {
+        "input_ids": _IDS,
+        "protein_input_ids": ("words", 5, 0, 0),
+        "protein_attention_mask": ("mask", (2, 5)),
+    },
     "fun_asr_nano_encoder": {"input_features": ("float", (2, 20, 112)), "input_features_mask": ("mask", (2, 20))},
     "gemma3n_audio": {"audio_mel": ("float", (2, 32, 16)), "audio_mel_mask": ("no", (2, 32))},
     "gemma4_audio": {"input_features": ("float", (2, 32, 8)), "attention_mask": ("ones", (2, 32))},
@@ -58,6 +63,7 @@ INPUTS: dict[str, dict[str, Any]] = {
         "pixel_values": ("uniform", (2, 9, 192)),
         "pixel_position_ids": ("is", [[[x, y] for y in range(3) for x in range(3)]] * 2),
     },
+    "granite_docling_vision": {"pixel_values": _IMAGE, "fine": ("exactly", True)},
     "granite_speech5_ctc": {"input_features": ("float", (2, 40, 64))},
     "granite_speech5_encoder": {"input_features": ("float", (2, 40, 64))},
     "idefics": {
@@ -91,6 +97,13 @@ INPUTS: dict[str, dict[str, Any]] = {
     "mimi_decoder": {"latents": ("float", (2, 32, 4))},
     "minicpm_ocr_vision": {"pixel_values": ("float", (1, 3, 8, 256)), "target_sizes": ("is", [[4, 4], [4, 4]])},
     "minicpmv4_7_vision": {"pixel_values": ("float", (1, 3, 8, 256)), "target_sizes": ("is", [[4, 4], [4, 4]])},
+    "mllama": {
+        "input_ids": _IDS,
+        "pixel_values": ("float", (2, 1, 4, 3, 32, 32)),
+        "aspect_ratio_ids": ("is", [[1], [6]]),
+        "aspect_ratio_mask": ("is", [[[1, 0, 0, 0]], [[1, 1, 1, 1]]]),
+        "cross_attention_mask": ("mask", (2, 7, 1, 4)),
+    },
     "molmo2": {
         "input_ids": ("words", 11, 90, 4),
         "pixel_values": ("float", (2, 16, 192)),
@@ -122,6 +135,12 @@ INPUTS: dict[str, dict[str, Any]] = {
         "tasks_input_ids": ("int", (2, 6), 64),
         "tasks_attention_mask": ("ones", (2, 6)),
         "classes_structure": ("is", [2, 2]),
+    },
+    "paddleocr_vl": {
+        "input_ids": ("words", 11, 90, 4),
+        "pixel_values": ("float", (32, 3, 8, 8)),
+        "image_grid_thw": _GRID,
+        "mm_token_type_ids": ("is", [[0] + [1] * 4 + [0] * 6] * 2),
     },
     "patchtsmixer": {"past_values": ("float", (2, 32, 1))},
     "patchtst": {"past_values": ("float", (2, 32, 1))},
@@ -165,6 +184,7 @@ INPUTS: dict[str, dict[str, Any]] = {
     "time_series_transformer": _SERIES,
     "timesfm": {"past_values": ("float", (2, 24)), "freq": ("is", [0, 1])},
     "timesfm2_5": {"past_values": ("float", (2, 24))},
+    "trocr": {"input_ids": _IDS, "encoder_hidden_states": ("float", (2, 5, 32))},
     "tvp": {
         "input_ids": ("int", (1, 7), 64),
         "pixel_values": ("float", (1, 2, 3, 128, 128)),

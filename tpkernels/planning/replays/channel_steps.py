@@ -27,6 +27,7 @@ class ChannelSteps(WholeSteps):
     _open_pairs: set[int]
 
     def channels_called(self, name: str, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        self.not_from_before([x])
         role = self.roles.get(name)
         if role is not None and role.kind in ("column", "row"):
             return self._paired(name, role, x)

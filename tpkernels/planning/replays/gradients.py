@@ -53,6 +53,9 @@ class Gradients(Session):
         """Of these: the parameters that they met on the way from the feeder."""
         self._splits: dict[int, Split] = {}
         self._groups: dict[int, frozenset[int]] = {}
+        self._from_before: set[int] = set()
+        """Tensors that are parts, or have a part of their gradient, and were made before a condition that all ranks
+        answer alike."""
 
     def know(self, other: Gradients) -> None:
         """Gradients must be of one kind in both runs, whatever they have in common."""
@@ -84,6 +87,17 @@ class Gradients(Session):
             return
         for tensor in tensors:
             self._is_whole(tensor, f"given to {name}, whose backward is code of its own")
+
+    def before_decision(self, number: int, tensors: list[Tensor]) -> None:
+        own = {id(part) for part in self.slices.values()}
+        self._from_before |= (self._splits.keys() | self._summed) - own
+
+    def not_from_before(self, tensors: list[Tensor]) -> None:
+        """Check that ``tensors`` do not depend on an answer by being a part."""
+        for tensor in tensors:
+            if id(tensor) in self._from_before:
+                self.blame = self._groups.get(id(tensor), self.blame)
+                raise Unproven("a part of one rank is read behind a condition, and was made before it")
 
     def _is_whole(self, tensor: Tensor, where: str) -> None:
         if id(tensor) in self._splits or id(tensor) in self._summed:

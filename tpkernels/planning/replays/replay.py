@@ -64,7 +64,7 @@ class Replay(WidthSteps):
         super().__init__(shadow, recording, {key: values[rank] for key, values in attributes.items()}, roles)
         self.world_size, self.rank = world_size, rank
         self.guess = shadow.guess = recording.guess
-        self.paths = recording.paths
+        self.paths, self.turns, self.alike = recording.paths, recording.turns, recording.alike.copy()
         self.origins = dict(recording.origins)
         self.values.take(recording.values)
         self.heads: dict[int, int] = {}
@@ -133,7 +133,7 @@ class Replay(WidthSteps):
     def run_scope(self, scope: Scope) -> None:
         """Run one module on the arguments that the recording saw."""
         self._begin(scope.start, scope.stop)
-        self.begins = self.recording.state_after(scope.changes)
+        self.begins, self.decided_before = self.recording.state_after(scope.changes), scope.decided
         self._run(self.shadow.modules[scope.name], *self.shadow.copied((scope.args, scope.kwargs)))
 
     def run_model(self, call: Example) -> None:
@@ -173,6 +173,7 @@ class Replay(WidthSteps):
         return out
 
     def op(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        self.not_from_before(tensors)
         groups = frozenset().union(*(self._groups.get(id(tensor), frozenset()) for tensor in tensors))
         self.blame = groups or self.blame
         packet = canonical(func)
@@ -347,6 +348,7 @@ class Replay(WidthSteps):
 
     def norm_called(self, name: str, forward: Any, *given: Tensor) -> Any:
         """A norm over features that are cut is one step; any other call of it runs its code."""
+        self.not_from_before([*given])
         x, call = given[0], self.recording.norm_calls.get(self._at)
         split = self._splits.get(id(x))
         if split is None or split.dim != x.dim() - 1:
@@ -371,6 +373,7 @@ class Replay(WidthSteps):
 
     def layer_called(self, name: str, x: Tensor) -> Tensor:
         x = self.taken_by(name, x)
+        self.not_from_before([x])
         self.blame = self._groups.get(id(x), self.blame)
         if any(key.rpartition(".")[0] == name for key in self.slices):
             raise Unproven(f"{name} is called, and has a parameter that is read and cut by itself")

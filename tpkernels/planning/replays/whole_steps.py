@@ -62,6 +62,15 @@ class WholeSteps(Gradients):
         event = self._at - 1
         self.made |= {id(out): (id(self.recording), event, place) for place, out in enumerate(outputs)}
 
+    def before_decision(self, number: int, tensors: list[Tensor]) -> None:
+        """All ranks answer alike what they ask of the same tensors as the whole model."""
+        for tensor in tensors:
+            self._is_whole(tensor, "asked for a condition, and ranks would not answer alike")
+        asked = tuple(map(self.source, tensors))
+        if number >= len(self.recording.decisions) or self.recording.decisions[number] != asked:
+            raise Unproven("with one rank's sizes the model asks for another condition")
+        super().before_decision(number, tensors)
+
     def before_opaque(self, name: str, args: Any, kwargs: Any) -> None:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         for tensor in tensors:

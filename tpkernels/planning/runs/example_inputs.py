@@ -1,60 +1,39 @@
-"""Inputs to trace a model with: the user's, or guesses from the model's kind and signature.
+"""Runs of a model to plan it by: with the inputs of the user, or with what is guessed of its kind and signature.
 
-It owns the guesses.  A guess is right if the model runs with it on fake tensors, so a wrong one only costs time.
+It owns the :class:`Observation`: which calls are recorded, in which modes, and that the recordings fit each other.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from tpkernels.planning.modules.experts import CalledOtherwise, KnownExperts, find_experts
+from tpkernels.planning.runs.guessed_inputs import (
+    Call,
+    Tokens,
+    candidates,
+    further_calls,
+    is_hugging_face,
+    other_ways,
+    towers,
+)
 from tpkernels.planning.runs.opaque_modules import NeedsValues, record
 from tpkernels.planning.runs.shadow import MODES, Mode, Shadow
 from tpkernels.planning.runs.tensors import tensors_in
 from tpkernels.planning.runs.trace import Example, Recording
 from tpkernels.planning.runs.trace_leaks import Watch
-from tpkernels.planning.runs.unusual_inputs import MASKS, rows_of_patches, unusual
 
-__all__ = ["Observation", "Tokens", "as_call", "as_calls", "candidates", "observe"]
+__all__ = ["Observation", "as_call", "as_calls", "observe"]
 
-
-@dataclass(frozen=True)
-class Tokens:
-    """The sizes of inputs that are guessed.
-
-    By default sizes that a model is unlikely to have: equal numbers could hide which dimension is which.
-    """
-
-    batch: int = 3
-    length: int = 7
-
-    @property
-    def other_length(self) -> int:
-        return max(1, self.length - 2)
-
-    def ids(self, length: int) -> Tensor:
-        return torch.zeros(self.batch, length, dtype=torch.long, device="meta")
-
-    def floats(self, *shape: int) -> Tensor:
-        return torch.zeros((self.batch, *shape), device="meta")
-
-
-FRAME_NAMES = (
-    "input_size", "num_mel_bins", "feature_size", "input_feat_size", "feature_projection_input_dim", "input_dim"
-)  # fmt: skip
-"""How a configuration may call the features of a frame of sound."""
 MOST_PARTS = 16
 """Models within a model that are recorded by themselves,"""
 MOST_GUESSES = 12
 """and what each of them is tried with."""
-INTEGER_NAMES = ("ids", "tokens", "token", "idx", "indices", "labels", "input_ids")
 
 
 class Observation:
@@ -88,6 +67,8 @@ class Observation:
         """Whether the model as a whole was recorded; else only models within it are."""
         self.refused_experts: dict[str, str] = {}
         """Modules that look like experts, and why they stay whole."""
+        self._asking: set[Any] = set()
+        """Which modules asked for values (:attr:`Shadow.asking`) at the end of each run that was recorded."""
         self.needs_values = False
         """It could not be recorded because it asks for the values of tensors, whatever the inputs are."""
         given = [] if example_inputs is None else as_calls(example_inputs)
@@ -112,8 +93,8 @@ class Observation:
         model: nn.Module,
         watch: Watch,
         experts: Mapping[str, KnownExperts],
-        given: list[tuple[Any, Any]],
-        guesses: list[tuple[Any, Any]],
+        given: list[Call],
+        guesses: list[Call],
         sizes: Tokens,
     ) -> None:
         """Record the examples ``given``, or the first of the ``guesses`` that the model runs with."""
@@ -123,48 +104,63 @@ class Observation:
         except Exception as error:  # noqa: BLE001 - copying runs the code of whatever the model holds
             self.problem = f"the model cannot be copied ({type(error).__name__}: {_first_line(error)})"
             return
-        opaque = None
-        while opaque != self.shadow.asking:  # what one example made opaque changes the runs of those before it
-            opaque = self.shadow.asking
-            self.examples, self.calls = [], {}
+        self._asking = {None}
+        while self._asking - {
+            (self.shadow.asking, self.shadow.decides)
+        }:  # what one run made opaque changes those before it
+            self.examples, self.calls, self._asking = [], {}, set()
             self.recording, self.note = None, ""
             self._record_all(self.shadow, model, given, guesses, sizes)
-            if len(self.examples) < 2:
-                break
 
     def _record_all(
         self,
         shadow: Shadow,
         model: nn.Module,
-        given: list[tuple[Any, Any]],
-        guesses: list[tuple[Any, Any]],
+        given: list[Call],
+        guesses: list[Call],
         sizes: Tokens,
     ) -> None:
-        for args, kwargs in given[:1] or guesses:
-            if self._record(shadow, Example("", *shadow.fake_inputs(args, kwargs))):
-                break
-        self.followed = bool(self.examples)
+        tried = iter(given[:1] or guesses)
+        first = next((guess for guess in tried if self._record(shadow, Example("", *shadow.fake_inputs(*guess)))), None)
+        self.followed = first is not None
         needed, problem = self.needs_values, self.problem or "no example inputs were given, and none could be derived"
         for number, (args, kwargs) in enumerate(given[1:] if self.followed else (), start=1):
             if not self._record(shadow, Example("", *shadow.fake_inputs(args, kwargs))):
                 self.recording, self.problem = None, f"example_inputs[{number}]: {self.problem}"
                 return
-        if not given:
-            for kwargs in _further_calls(model, self.kwargs) if self.followed else ():
-                self._record(shadow, Example("", *shadow.fake_inputs(self.args, kwargs)))
-            for method, kwargs in _towers(model, sizes) if self.followed else ():
-                self._record(shadow, Example(method, *shadow.fake_inputs((), kwargs)))
+        if first is not None and not given:
+            self._record_more(shadow, model, sizes, first, [guess for guess in tried if guess[1]])
         if not given or (needed and not self.followed):
             self._record_parts(shadow, model, sizes)
         self.needs_values, self.problem = needed, "" if self.followed else problem
         shadow.set_mode(self.mode)
+
+    def _record_more(
+        self, shadow: Shadow, model: nn.Module, sizes: Tokens, first: Call, guesses: Sequence[Call]
+    ) -> None:
+        """Calls that run what the ``first`` guess does not; ``guesses`` are those that came behind it."""
+        for kwargs in further_calls(model, first[1]):
+            self._record(shadow, Example("", *shadow.fake_inputs(first[0], kwargs)))
+        for method, calls in towers(model, sizes):
+            if method == "get_image_features" or self._not_called(shadow):
+                any(self._record(shadow, Example(method, *shadow.fake_inputs((), kwargs))) for kwargs in calls)
+        others = [((), kwargs) for kwargs in other_ways(model, sizes, first[1])]
+        others += [guess for guess in guesses if guess[1].keys() - first[1].keys()][:MOST_GUESSES]
+        for guess in others:
+            if not self._not_called(shadow):
+                return
+            self._record(shadow, Example("", *shadow.fake_inputs(*guess)), fresh=True)
+
+    def _not_called(self, shadow: Shadow) -> set[str]:
+        """Layers that no recorded run calls."""
+        return shadow.layers.keys() - (self.recording.layer_rows.keys() if self.recording is not None else ())
 
     def _record_parts(self, shadow: Shadow, model: nn.Module, sizes: Tokens) -> None:
         """Record models of transformers within the model of which no layer has run, each by itself."""
         done: list[str] = []
         failed: set[type[nn.Module]] = set()
         for name, module in model.named_modules():
-            if len(done) == MOST_PARTS or not name or not _is_hugging_face(module) or type(module) in failed:
+            if len(done) == MOST_PARTS or not name or not is_hugging_face(module) or type(module) in failed:
                 continue
             seen = {} if self.recording is None else self.recording.layer_rows
             layers = [layer for layer in shadow.layers if layer.startswith(f"{name}.")]
@@ -186,8 +182,9 @@ class Observation:
         """The first of each example."""
         return [example[0] for example in self.examples]
 
-    def _record(self, shadow: Shadow, call: Example) -> bool:
-        """Whether the model runs with these inputs, in at least one mode."""
+    def _record(self, shadow: Shadow, call: Example, *, fresh: bool = False) -> bool:
+        """Whether the model runs with these inputs, in at least one mode; with ``fresh``, and calls a layer that no
+        other example does."""
         failures: dict[Mode, str] = {}
         found: list[tuple[Mode, Recording]] = []
         for mode in MODES:
@@ -203,12 +200,15 @@ class Observation:
             except Exception as error:  # noqa: BLE001 - a guess that does not fit can make a model raise anything
                 failures[mode] = f"{type(error).__name__}: {_first_line(error)}"
                 continue
+            self._asking.add((shadow.asking, shadow.decides))
             calls = [recording, *recording.others, *self._second(shadow, call, recording)]
             for one in calls:
                 if not any(mode.training == other.training and one.same(known) for other, known in found):
                     found.append((mode, one))
         if not found:
             self.problem = self.problem or f"it cannot be traced ({failures[MODES[0]]})"
+            return False
+        if fresh and not any(self._not_called(shadow) & one.layer_rows.keys() for _, one in found):
             return False
         self.examples.append(found)
         self.calls |= {id(recording): call for _, recording in found}
@@ -286,138 +286,6 @@ def observe(
             "them on real tensors, leave them out: its layers are gathered then, one by one"
         )
     return found
-
-
-def candidates(model: nn.Module, sizes: Tokens | None = None) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Calls that could be right for ``model``, the likeliest first."""
-    sizes = sizes or Tokens()
-    if _is_hugging_face(model):
-        yield from _hugging_face(model, sizes)
-    signature = inspect.signature(model.forward)
-    required = [
-        p.name for p in signature.parameters.values()
-        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]  # fmt: skip
-    firsts = list(dict.fromkeys(_first_inputs(model, sizes)))
-    named = any(word in name.lower().split("_") for name in required[:1] for word in INTEGER_NAMES)
-    for kind, shape in sorted(firsts, key=lambda first: (first[0] == "int") != named):
-        make = torch.zeros(shape, dtype=torch.long if kind == "int" else torch.get_default_dtype(), device="meta")
-        yield (make,) * max(1, len(required)), {}
-
-
-def _is_hugging_face(model: nn.Module) -> bool:
-    return hasattr(model, "config") and hasattr(model, "main_input_name")
-
-
-def _hugging_face(model: nn.Module, sizes: Tokens) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    config: Any = model.config
-    parameters = inspect.signature(model.forward).parameters
-    names, others = set(parameters), any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    extra: dict[str, Any] = {}
-    if "use_cache" in names or (others and hasattr(getattr(config, "text_config", None), "use_cache")):
-        extra["use_cache"] = False
-    if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in names:
-        extra["decoder_input_ids"] = sizes.ids(sizes.other_length)
-    text = {"input_ids": sizes.ids(sizes.length)} if "input_ids" in names else {}
-    if text and "entity_ids" in names:  # each with up to two words
-        places = sizes.ids(2 * sizes.other_length).unflatten(1, (-1, 2))
-        text |= {"entity_ids": sizes.ids(sizes.other_length), "entity_position_ids": places}
-    vision = getattr(config, "vision_config", config)
-    size = getattr(vision, "image_size", None)
-    images: dict[str, Any] = {}
-    if "pixel_values" in names and isinstance(size, int | list | tuple):
-        height, width = (size, size) if isinstance(size, int) else size[:2]
-        images["pixel_values"] = sizes.floats(getattr(vision, "num_channels", 3), height, width)
-    main = str(model.main_input_name)
-    if main == "input_features":
-        yield from (((), sound | extra) for sound in _sounds(config, parameters, sizes))
-    if main == "input_values":
-        yield (), {main: sizes.floats(4000)} | extra
-        yield (), {main: sizes.floats(1, 4000)} | extra
-        features, length = (getattr(config, name, None) for name in ("num_mel_bins", "max_length"))
-        if isinstance(features, int) and isinstance(length, int):
-            yield (), {main: sizes.floats(length, features)} | extra
-    if "grid_thw" in names and isinstance(getattr(config, "patch_size", None), int):
-        patches, grid = _patches(config)
-        first = next(name for name in inspect.signature(model.forward).parameters if name != "grid_thw")
-        yield (), {first: patches, "grid_thw": grid}
-    for inputs in (text | images, images, text):
-        if inputs:
-            yield (), inputs | extra
-            yield (), inputs
-    yield from (((), inputs) for inputs in unusual(config, names, sizes, text, images, extra))
-
-
-def _further_calls(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Calls that run what the guess ``kwargs`` does not: words without entities (LUKE); and, for the next call, a state
-    in plain tensors, which all ranks have whole (RWKV).
-
-    A cache that is an object of its own may hold parts, and is not asked for.
-    """
-    if any(name.startswith("entity_") for name in kwargs):
-        yield {name: value for name, value in kwargs.items() if not name.startswith("entity_")}
-    names = list(inspect.signature(model.forward).parameters)
-    if kwargs.get("use_cache") is False and [n for n in names if "cache" in n or "past" in n] == ["use_cache"]:
-        yield dict(kwargs) | {"use_cache": True}
-
-
-def _sounds(config: Any, parameters: Mapping[str, inspect.Parameter], sizes: Tokens) -> Iterator[dict[str, Any]]:
-    """Frames of sound, by features or by time first, with the masks that must be given; in whole windows."""
-    features = next((value for name in FRAME_NAMES if isinstance(value := getattr(config, name, None), int)), 0)
-    lengths = [2 * getattr(config, "max_source_positions", sizes.length), 2 * getattr(config, "n_window", 64)]
-    masks = [name for name, one in parameters.items() if "mask" in name and one.default is one.empty]
-    for more in (frozenset[str](), MASKS & parameters.keys()):
-        for length in dict.fromkeys(lengths if features else ()):
-            given = {name: torch.ones(sizes.batch, length, dtype=torch.long) for name in (*masks, *more)}
-            yield {"input_features": sizes.floats(features, length)} | given
-            yield {"input_features": sizes.floats(length, features)} | given
-
-
-def _towers(model: nn.Module, sizes: Tokens) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Methods of transformers' models of images and text that run what text alone does not."""
-    config: Any = getattr(model, "config", None)
-    method = getattr(model, "get_image_features", None)
-    vision = getattr(config, "vision_config", None)
-    size = getattr(vision, "image_size", None)
-    names = set(inspect.signature(method).parameters) if callable(method) else set()
-    if rows := rows_of_patches(vision, names, sizes):
-        yield "get_image_features", rows
-    elif {"pixel_values", "image_grid_thw"} <= names and isinstance(getattr(vision, "patch_size", None), int):
-        patches, grid = _patches(vision)
-        yield "get_image_features", {"pixel_values": patches, "image_grid_thw": grid}
-    elif "pixel_values" in names and isinstance(size, int):
-        yield "get_image_features", {"pixel_values": sizes.floats(getattr(vision, "num_channels", 3), size, size)}
-
-
-def _patches(vision: Any) -> tuple[Tensor, Tensor]:
-    """Two images as rows of patches, as Qwen2-VL takes them, and their sizes in patches: frames, height and width."""
-    channels = getattr(vision, "in_channels", None) or getattr(vision, "num_channels", None) or 3
-    frames = getattr(vision, "temporal_patch_size", None) or 1
-    merged = getattr(vision, "spatial_merge_size", None) or 1
-    grid = torch.tensor([[1, 2 * merged, 4 * merged], [1, 2 * merged, 2 * merged]])
-    return torch.zeros(12 * merged**2, channels * frames * vision.patch_size**2, device="meta"), grid
-
-
-def _first_inputs(model: nn.Module, sizes: Tokens) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Inputs that the modules of the model take, in their order: one of these modules is the first to run."""
-    batch, length = sizes.batch, sizes.length
-    for module in model.modules():
-        if isinstance(module, nn.Embedding):
-            yield "int", (batch, length)
-        elif isinstance(module, nn.Linear):
-            yield "float", (batch, length, module.in_features)
-            yield "float", (batch, module.in_features)
-        elif isinstance(module, nn.Conv2d):
-            for size in (64, 32, 28, 224):
-                yield "float", (batch, module.in_channels, size, size)
-        elif isinstance(module, nn.Conv1d):
-            yield "float", (batch, module.in_channels, 64)
-        elif isinstance(module, nn.RNNBase):
-            yield "float", (batch, length, module.input_size)
-        elif isinstance(module, nn.MultiheadAttention):
-            yield "float", (batch, length, module.embed_dim)
-        elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
-            yield "float", (batch, length, *module.normalized_shape)
 
 
 def as_calls(example: object) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:

@@ -12,6 +12,8 @@ or passes tensors on by other means than its results.
 
 A module that asks for a condition, one truth value, is opaque only from there on, and no guess is needed: it is
 recorded on every path (:mod:`tpkernels.planning.runs.conditions`).  It becomes opaque as a whole if that fails.
+Conditions of inputs and random numbers alone are recorded with every answer, or with enough of them, and no module
+becomes a step because of these (:mod:`tpkernels.planning.runs.shared_conditions`).
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from tpkernels.planning.runs.events import NotOpaque, Opaque
 from tpkernels.planning.runs.fake_answers import GUESSES, Guess
 from tpkernels.planning.runs.known_values import Changes
 from tpkernels.planning.runs.shadow import Shadow
+from tpkernels.planning.runs.shared_conditions import MOST_ENUMERATED, Turns, Undecided, check_stretches, turns_of
 from tpkernels.planning.runs.tensors import storage_of
 from tpkernels.planning.runs.trace import Example, Recording
 
@@ -65,9 +68,9 @@ def record(shadow: Shadow, call: Example, after: Recording | None = None) -> Rec
     """
     for _ in range(MOST_OPAQUE):
         try:
-            recording = _agreed(shadow, call, after)
-            recording.others = _on_other_paths(shadow, call, recording)
-            return recording
+            return _with_all_answers(shadow, call, after)
+        except Undecided:
+            shadow.decides = False
         except _Close as close:
             if close.name in ("", call.method) or close.name in shadow.opaque:
                 raise NeedsValues from close.cause
@@ -91,7 +94,28 @@ def _place(name: str) -> str:
     return re.sub(r"\d+", "*", name)
 
 
-def _agreed(shadow: Shadow, call: Example, after: Recording | None) -> Recording:
+def _with_all_answers(shadow: Shadow, call: Example, after: Recording | None) -> Recording:
+    """The recording that calls most layers; the others of the same call are those on all other paths of branching
+    modules, and with other answers to conditions that all ranks answer alike.
+
+    Raises:
+        Undecided: some answers do not show what the model does.
+    """
+    runs: dict[Turns, Recording] = {}
+    asked = -1
+    while (most := max((len(run.decisions) for run in runs.values()), default=0)) > asked:
+        asked, runs = most, {}
+        for turns in turns_of(asked):
+            runs[turns] = _agreed(shadow, call, after, turns if shadow.decides else None)
+    if asked > MOST_ENUMERATED:
+        check_stretches([*runs.values()])
+    every = [(run, _on_other_paths(shadow, call, run)) for run in runs.values()]
+    first = max(runs.values(), key=lambda run: len(run.layer_rows))
+    first.others = [one for run, others in every for one in (run, *others) if one is not first]
+    return first
+
+
+def _agreed(shadow: Shadow, call: Example, after: Recording | None, turns: Turns | None) -> Recording:
     """One recording, if all guesses lead to the same one."""
     first: Recording | None = None
     runs: list[Recording] = []
@@ -103,7 +127,7 @@ def _agreed(shadow: Shadow, call: Example, after: Recording | None) -> Recording
             if guess.rows in rows:
                 continue
             try:
-                run = _run(shadow, guess, call, after)
+                run = _run(shadow, guess, call, after, turns=turns)
             except _GuessFailed as error:
                 failure = failure or error
                 continue
@@ -133,11 +157,12 @@ def _on_other_paths(shadow: Shadow, call: Example, first: Recording) -> list[Rec
         if len(found) + 1 == MOST_PATHS:
             asks = max(first.rests, key=lambda rest: rest.answered).module
             raise _Close(asks, ValueError(f"{asks} has more than {MOST_PATHS} paths"))
-        found.append(_run(shadow, first.guess, call, first.after, (path,)))
+        found.append(_run(shadow, first.guess, call, first.after, (path,), first.turns))
         todo += paths_after(path, found[-1].rests)
-    turns = ((), *(path for run in found for path in run.paths))
-    mixed = [_run(shadow, first.guess, call, first.after, turns)] if found and len(first.rests) > 1 else []
-    for other in (*found, *mixed):
+    mixture = ((), *(path for run in found for path in run.paths))
+    mixed = found and len(first.rests) > 1
+    mixtures = [_run(shadow, first.guess, call, first.after, mixture, first.turns)] if mixed else []
+    for other in (*found, *mixtures):
         _compare_paths(first, other)
     return found
 
@@ -158,19 +183,24 @@ def _compare_paths(first: Recording, other: Recording) -> None:
 
 
 def _run(
-    shadow: Shadow, guess: Guess, call: Example, after: Recording | None, paths: tuple[Path, ...] = ((),)
+    shadow: Shadow,
+    guess: Guess,
+    call: Example,
+    after: Recording | None,
+    paths: tuple[Path, ...] = ((),),
+    turns: Turns | None = None,
 ) -> Recording:
-    """The recording under ``guess``, on ``paths``.
+    """The recording under ``guess``, on ``paths`` and with the answers ``turns``.
 
     Raises:
-        _Close, _GuessFailed, and whatever the model raises without a guess.
+        _Close, _GuessFailed, Undecided, and whatever the model raises without a guess.
     """
     shadow.guess = guess
-    recording = Recording(shadow, after=after, paths=paths)
+    recording = Recording(shadow, after=after, paths=paths, turns=turns)
     try:
         recording.run(call)
         if recording.met_real_cache:  # later runs compute what this one found there
-            recording = Recording(shadow, after=after, paths=paths)
+            recording = Recording(shadow, after=after, paths=paths, turns=turns)
             recording.run(call)
     except NotOpaque as error:
         beyond = error.name if error.name in shadow.branching else recording.callers[error.name]
@@ -192,6 +222,8 @@ def _run(
             raise _GuessFailed from error
         if recording.asked:
             raise _Close(recording.callers[recording.last_opaque], error) from error
+        if recording.decisions:  # a call that is refused, or one that no input would lead to
+            raise Undecided from error
         raise
     return recording
 

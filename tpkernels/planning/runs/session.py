@@ -36,6 +36,7 @@ from tpkernels.planning.runs.higher_order_ops import as_op
 from tpkernels.planning.runs.known_values import KnownValues, is_condition
 from tpkernels.planning.runs.module_state import Held, State
 from tpkernels.planning.runs.shadow import Shadow
+from tpkernels.planning.runs.shared_conditions import Alike, Turns
 from tpkernels.planning.runs.tensors import can_require_grad, storage_of, tensors_in, written_by
 from tpkernels.planning.runs.weight_reads import scaled_layer
 
@@ -82,7 +83,9 @@ class Scope:
     trained: bool = False
     """Whether somebody wants the gradient of a tensor among its arguments."""
     changes: int = 0
-    """How many attributes of modules the run had changed before."""
+    """How many attributes of modules the run had changed before,"""
+    decided: int = 0
+    """and how many conditions it had answered by its turns."""
 
 
 class Session(TorchDispatchMode):
@@ -114,6 +117,13 @@ class Session(TorchDispatchMode):
         """How many values opaque modules asked for, and whether a condition was among them."""
         self.inside: list[str] = []
         """Modules that are being called, the innermost last."""
+        self.alike = Alike()
+        self.turns: Turns | None = None
+        """Answers to conditions that all ranks answer alike (``shared_conditions.py``); None: modules ask for them,"""
+        self.decided_before = 0
+        """and how many were answered before this run begins."""
+        self.decisions: list[tuple[Source, ...]] = []
+        """Of the conditions that were answered so: the tensors that were asked."""
         self.paths: tuple[Path, ...] = ((),)
         """That calls of branching modules take, in turns,"""
         self.rests: list[Rest] = []
@@ -143,6 +153,8 @@ class Session(TorchDispatchMode):
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         self.kept.extend(tensors)
         if self.quiet is None and is_condition(func, args) and not self.values.answers(func, args, kwargs):
+            if self.turns is not None and all(tensor in self.alike for tensor in tensors):
+                return self._decide(self.turns, tensors)
             self._condition_asked(tensors)
         if self.quiet is not None:
             out = self._quiet_op(func, args, kwargs, tensors)
@@ -156,7 +168,10 @@ class Session(TorchDispatchMode):
             out = self.op(func, args, kwargs, tensors)
             self.branches_in = None
         self.kept.append(out)
-        self.requiring.passed(func, tensors, [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)])
+        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        if self.quiet is None:
+            self.alike.passed(func, args, kwargs, tensors, outputs)
+        self.requiring.passed(func, tensors, outputs)
         return out
 
     # ------------------------------------------------------------------ opaque modules
@@ -219,6 +234,16 @@ class Session(TorchDispatchMode):
         return any(storage_of(buffer) == storage_of(tensor) for buffer in self.shadow.modules[self.quiet].buffers())
 
     # ------------------------------------------------------------------ conditions
+
+    def _decide(self, turns: Turns, tensors: list[Tensor]) -> bool:
+        """The answer of this run to a condition that all ranks answer alike."""
+        number = self.decided_before + len(self.decisions)
+        self.before_decision(number, tensors)
+        self.decisions.append(tuple(map(self.source, tensors)))
+        return turns[number % len(turns)] if turns else False
+
+    def before_decision(self, number: int, tensors: list[Tensor]) -> None:
+        """A condition of ``tensors`` is answered by the turns of this run."""
 
     def _condition_asked(self, tensors: list[Tensor]) -> None:
         """From here on, what the innermost module runs is one step, if it is known to branch."""

@@ -85,6 +85,8 @@ class Shadow:
     """What works on each channel by itself."""
     branching: Collection[str] = frozenset()
     """Modules that branch on a condition of tensors."""
+    decides = True
+    """Whether conditions that all ranks answer alike are answered in every way; else modules branch on them, too."""
 
     def __init__(self, model: nn.Module, caches: Caches, experts: Mapping[str, KnownExperts] = experts) -> None:
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)

@@ -38,6 +38,7 @@ from tpkernels.planning.runs.events import (
 )
 from tpkernels.planning.runs.session import BLANK, Node, Scope, Session
 from tpkernels.planning.runs.shadow import Shadow
+from tpkernels.planning.runs.shared_conditions import Turns
 from tpkernels.planning.runs.tensors import can_require_grad, storage_of, tensors_in
 from tpkernels.planning.runs.unread_steps import find_unread, may_write
 
@@ -71,6 +72,7 @@ class Recording(Session):
         widths: output features of layers that are not what the model's are (key-value heads once per rank).
         after: the call before this one, whose changes of modules this one finds.
         paths: that calls of modules take which branch on a condition, in turns.
+        turns: answers to conditions that all ranks answer alike; by default the modules that ask are said to branch.
     """
 
     def __init__(
@@ -80,11 +82,14 @@ class Recording(Session):
         widths: Mapping[str, int] = {},
         after: Recording | None = None,
         paths: tuple[Path, ...] = ((),),
+        turns: Turns | None = None,
     ) -> None:
         super().__init__(shadow, attributes)
-        self.paths = paths
+        self.paths, self.turns = paths, turns
+        self.decided_at: list[int] = []
+        """Of the conditions that were answered by turns: the event that came next."""
         self.others: list[Recording] = []
-        """Of the same call, on all other paths."""
+        """Of the same call, on all other paths, and with other answers."""
         self.rest_at: dict[int, Rest] = {}
         """By event: what a branching module ran."""
         self.widths, self.after = dict(widths), after
@@ -152,6 +157,7 @@ class Recording(Session):
         """Find in the modules what ``other`` has left there; its tensors have their origins and names of their own."""
         self.begins, self.origins = other.state_after(), dict(other.origins)
         self.values.take(other.values)
+        self.alike = other.alike.copy()
         for tensor, source in other.made.items():
             self.made[tensor] = (id(self), -1 - source[1], source[2]) if isinstance(source, tuple) else source
 
@@ -163,6 +169,7 @@ class Recording(Session):
                 self._node_of[id(leaf)] = len(self.nodes) - 1
                 self.set_origin(leaf, None)
             self.kept.append(leaf)
+        self.alike.add([leaf for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor)])
         with self.shadow.running(self):
             out = call.run(self.shadow.model)
             self.kept.append(out)
@@ -174,6 +181,7 @@ class Recording(Session):
         """Run one module on the arguments that another recording saw; the scope of that call here."""
         self.origins, self.made = dict(recording.origins), recording.made_before(scope.start)
         self.values.take(recording.values)
+        self.alike, self.turns, self.decided_before = recording.alike.copy(), recording.turns, scope.decided
         self.begins = recording.state_after(scope.changes)
         with self.shadow.running(self):
             args, kwargs = self.shadow.copied((scope.args, scope.kwargs))
@@ -285,6 +293,9 @@ class Recording(Session):
             raise NotOpaque(self.rest.module, f"calls {name} after a condition")
         self.called_otherwise.add(name)
 
+    def before_decision(self, number: int, tensors: list[Tensor]) -> None:
+        self.decided_at.append(len(self.events))
+
     def before_opaque(self, name: str, args: Any, kwargs: Any) -> None:
         self.callers[name], self.last_opaque = (self._open[-2].name if len(self._open) > 1 else ""), name
 
@@ -385,7 +396,8 @@ class Recording(Session):
     def entered(self, name: str, args: Any, kwargs: Any) -> None:
         trained = any(isinstance(one, Tensor) and one in self.requiring for one in tree_leaves((args, kwargs)))
         args, kwargs = self.shadow.copied((args, kwargs))
-        scope = Scope(name, args, kwargs, len(self.events), trained=trained, changes=len(self.changes))
+        decided = self.decided_before + len(self.decisions)
+        scope = Scope(name, args, kwargs, len(self.events), trained=trained, changes=len(self.changes), decided=decided)
         self._open.append(scope)
         self.kept.append((args, kwargs))
 

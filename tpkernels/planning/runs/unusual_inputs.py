@@ -1,8 +1,9 @@
 """Guessed inputs of models of transformers that text, images and sound alone do not run.
 
-It owns what the names of arguments mean: images as rows of patches with their sizes, frames of a video, boxes of words,
-ids of several codebooks, numbers over time, states and actions, keys and values of another model, masks that a model
-asks for without saying so.  Sizes come from the configuration.
+It owns what the names of arguments mean: images as they are, in tiles or as rows of patches with their sizes, frames of
+a video, boxes of words, ids of something else than the words, ids of several codebooks, numbers over time, states and
+actions, keys and values of another model, masks that a model asks for without saying so.  Sizes come from the
+configuration.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 if TYPE_CHECKING:
-    from tpkernels.planning.runs.example_inputs import Tokens
+    from tpkernels.planning.runs.guessed_inputs import Tokens
 
-__all__ = ["MASKS", "rows_of_patches", "unusual"]
+__all__ = ["MASKS", "patches", "picture", "placed_patches", "rows_of_patches", "unusual"]
 
 SIDES = (3, 4)
 """Of an image, in patches."""
@@ -30,10 +32,15 @@ def unusual(
 ) -> Iterator[Arguments]:
     """Calls with what ``names`` ask for beside ``text`` or ``images``; ``extra`` goes with all."""
     vision = getattr(config, "vision_config", config)
-    for others in (rows_of_patches(vision, names, sizes), _frames(vision, images, sizes)):
+    for others in (
+        rows_of_patches(vision, names, sizes), _frames(vision, images, sizes), _tiles(vision, names, sizes),
+        placed_patches(vision, names, sizes), _one_row_of_patches(vision, names),
+    ):  # fmt: skip
         if others:
             yield text | others | extra
             yield others | extra
+    if text and (ids := _other_ids(names, sizes)):
+        yield text | ids | extra
     for others in (_series(config, names, sizes), _steps(config, names, sizes), _of_another(config, names, sizes)):
         if others:
             yield others | extra
@@ -47,6 +54,28 @@ def unusual(
         ids = extra["decoder_input_ids"]
         for shape in ((len(ids) * codebooks, ids.shape[1]), (*ids.shape, codebooks)):
             yield text | extra | {"decoder_input_ids": ids.new_zeros(shape)}
+    width = getattr(config, "hidden_size", None)
+    if "inputs_embeds" in names and isinstance(width, int):  # alone, where words are no input (a talker's predictor)
+        yield {"inputs_embeds": sizes.floats(sizes.length, width)} | extra
+
+
+def picture(vision: Any, sizes: Tokens) -> Arguments:
+    """Images of the size that a configuration names, or that one within it does (the first tower of Unlimited-OCR)."""
+    size = getattr(vision, "image_size", None)
+    if isinstance(size, int | list | tuple):
+        height, width = (size, size) if isinstance(size, int) else size[:2]
+        return {"pixel_values": sizes.floats(getattr(vision, "num_channels", 3), height, width)}
+    within = [value for key, value in getattr(vision, "__dict__", {}).items() if key.endswith("_config")]
+    return next((found for inner in within if (found := picture(inner, sizes))), {})
+
+
+def patches(vision: Any) -> tuple[Tensor, Tensor]:
+    """Two images as rows of patches, as Qwen2-VL takes them, and their sizes in patches: frames, height and width."""
+    channels = getattr(vision, "in_channels", None) or getattr(vision, "num_channels", None) or 3
+    frames = getattr(vision, "temporal_patch_size", None) or 1
+    merged = getattr(vision, "spatial_merge_size", None) or 1
+    grid = torch.tensor([[1, 2 * merged, 4 * merged], [1, 2 * merged, 2 * merged]])
+    return torch.zeros(12 * merged**2, channels * frames * vision.patch_size**2, device="meta"), grid
 
 
 def rows_of_patches(vision: Any, names: Collection[str], sizes: Tokens) -> Arguments:
@@ -63,12 +92,57 @@ def rows_of_patches(vision: Any, names: Collection[str], sizes: Tokens) -> Argum
     return {}
 
 
+def placed_patches(vision: Any, names: Collection[str], sizes: Tokens) -> Arguments:
+    """Patches with the place of each, which are pooled in squares (Gemma 4)."""
+    patch, side = getattr(vision, "patch_size", None), getattr(vision, "pooling_kernel_size", None)
+    key = next((name for name in ("pixel_position_ids", "image_position_ids") if name in names), "")
+    if "pixel_values" not in names or not key or not isinstance(patch, int) or not isinstance(side, int):
+        return {}
+    places = torch.cartesian_prod(torch.arange(2 * side), torch.arange(side))
+    pixels = sizes.floats(len(places), 3 * patch**2)
+    return {"pixel_values": pixels, key: places.expand(sizes.batch, -1, -1).clone()}
+
+
 def _frames(vision: Any, images: Mapping[str, Any], sizes: Tokens) -> Arguments:
     """As many images as a video has frames."""
     frames = getattr(vision, "num_frames", None)
     if "pixel_values" not in images or not isinstance(frames, int):
         return {}
     return {"pixel_values": sizes.floats(frames, *images["pixel_values"].shape[1:])}
+
+
+def _tiles(vision: Any, names: Collection[str], sizes: Tokens) -> Arguments:
+    """An image for each text, cut into tiles, and which words look at which tiles (Llama 3.2 Vision)."""
+    tiles, whole = getattr(vision, "max_num_tiles", None), picture(vision, sizes)
+    if not {"pixel_values", "aspect_ratio_ids", "aspect_ratio_mask"} <= set(names) or not tiles or not whole:
+        return {}
+    shape = whole["pixel_values"].shape[1:]
+    found = {"pixel_values": sizes.floats(1, tiles, *shape), "aspect_ratio_ids": sizes.ids(1)}
+    found["aspect_ratio_mask"] = torch.ones(sizes.batch, 1, tiles, dtype=torch.long)
+    if "cross_attention_mask" in names:
+        found["cross_attention_mask"] = torch.ones(sizes.batch, sizes.length, 1, tiles, dtype=torch.long)
+    return found
+
+
+def _one_row_of_patches(vision: Any, names: Collection[str]) -> Arguments:
+    """The patches of two images one after the other, as an image of one patch's height, and their sides (MiniCPM-V)."""
+    patch, channels = getattr(vision, "patch_size", None), getattr(vision, "num_channels", None) or 3
+    if not {"pixel_values", "target_sizes"} <= set(names) or not isinstance(patch, int):
+        return {}
+    sides = torch.tensor([[4, 8], [4, 4]])
+    return {"pixel_values": torch.zeros(1, channels, patch, 48 * patch, device="meta"), "target_sizes": sides}
+
+
+def _other_ids(names: Collection[str], sizes: Tokens) -> Arguments:
+    """Of something that is told beside the words (the protein of Evolla), with the masks that belong to them."""
+    found: Arguments = {}
+    for name in names:
+        kind = name.removesuffix("_input_ids")
+        if kind != name and kind != "decoder":
+            found[name] = sizes.ids(sizes.other_length)
+            if f"{kind}_attention_mask" in names:
+                found[f"{kind}_attention_mask"] = torch.ones(sizes.batch, sizes.other_length, dtype=torch.long)
+    return found
 
 
 def _series(config: Any, names: Collection[str], sizes: Tokens) -> Arguments:

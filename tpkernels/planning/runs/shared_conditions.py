@@ -1,0 +1,98 @@
+"""Conditions that all ranks answer alike before they know anything of layers: of inputs and of random numbers.
+
+LayerDrop skips a block where ``torch.rand([]) < p``, and FSMT leaves a mask away where no token is padding.  What is
+asked there is made of the model's inputs, of numbers in its code and of random numbers alone, and not of parameters,
+buffers or what layers give.  Every rank has the same of these: inputs are given to all ranks, and outside of the layers
+of a group, and of what is drawn for parts, all draw from one stream.  So all answer alike, and the code behind the
+condition may call layers, other than behind a condition of activations
+(:mod:`tpkernels.planning.runs.conditions`).
+
+It owns :class:`Alike`, which says what a tensor is made of, the *turns* that a run takes, and which of these prove all.
+A run answers its conditions with its turns, one after the other and again from the first.
+
+* With up to :data:`MOST_ENUMERATED` conditions every combination of answers is a run, and each is proven by itself.
+* With more (a condition for each block) all are answered False, all True, and in turns, beginning with either.  So each
+  condition is seen with both answers, and with both answers of the one before.  Between two conditions the same ops
+  must run on the same shapes in all runs that answer the first of them alike: what runs there depends on this answer
+  alone.  And nothing that is cut passes a condition: a part that was made before one is not read behind it, nor is what
+  has a part of its gradient (``not_from_before`` of the replay).  So what comes from before is whole, whatever the
+  answers were, and each stretch between two conditions is proven by the run that shows it.  By induction over the
+  conditions that holds for any answers.  As for other conditions, lists and other objects that code fills on one path
+  and reads on the next are not watched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tpkernels.planning.runs.tensors import storage_of, written_by
+
+if TYPE_CHECKING:
+    from tpkernels.planning.runs.trace import Recording
+
+__all__ = ["MOST_ENUMERATED", "Alike", "Turns", "Undecided", "check_stretches", "turns_of"]
+
+aten = torch.ops.aten
+MOST_ENUMERATED = 3
+
+Turns = tuple[bool, ...]
+"""Answers to conditions, in turns; False to all if there is none."""
+
+
+class Undecided(Exception):
+    """Runs under other answers do not show what a model does: its conditions are those of modules."""
+
+
+class Alike:
+    """Tensors that are made of inputs, of numbers in the code and of random numbers alone, by their storages."""
+
+    def __init__(self, storages: set[int] | None = None) -> None:
+        self._storages = set(storages or ())
+
+    def copy(self) -> Alike:
+        return Alike(self._storages)
+
+    def add(self, tensors: Sequence[Tensor]) -> None:
+        self._storages |= set(map(storage_of, tensors))
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return storage_of(tensor) in self._storages
+
+    def passed(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        """An op has run on ``tensors``."""
+        if func is aten.lift_fresh.default or all(tensor in self for tensor in tensors):
+            self.add(outputs)
+        elif func._schema.is_mutable:
+            self._storages -= set(map(storage_of, written_by(func, args, kwargs)))
+
+
+def turns_of(conditions: int) -> list[Turns]:
+    """Of the runs that show what a model does that asks so many conditions."""
+    if conditions <= MOST_ENUMERATED:
+        return list(product((False, True), repeat=conditions))
+    return [(False,), (True,), (False, True), (True, False)]
+
+
+def check_stretches(runs: Sequence[Recording]) -> None:
+    """Check that what runs between two conditions depends on the answer to the first of them alone.
+
+    Raises:
+        Undecided: it does not.
+    """
+    known: dict[tuple[int, bool | None], Any] = {}
+    for run in runs:
+        assert run.turns
+        begins = [0, *run.decided_at]
+        for number, (start, stop) in enumerate(zip(begins, [*run.decided_at, len(run.events)], strict=True)):
+            answer = run.turns[(number - 1) % len(run.turns)] if number else None
+            steps = [
+                (event.packet, event.layer, event.whole, event.kwargs, event.outputs, event.constant)
+                for event in run.events[start:stop]
+            ]
+            if known.setdefault((number, answer), steps) != steps:
+                raise Undecided(f"what runs behind condition {number} depends on the answers to those before it")
