@@ -71,9 +71,10 @@ def _held_elsewhere(kept: Sequence[Any], unread: Container[int], made: Mapping[i
     """The results of ``unread`` ops to which there are more references than those in ``kept``."""
     references: Counter[int] = Counter()
     tensors: list[Tensor] = []
-    todo, seen = [kept], {id(kept)}
+    todo: list[Any] = [kept]
+    seen = {id(kept)}
     while todo:
-        container: Any = todo.pop()
+        container = todo.pop()
         for item in container.values() if isinstance(container, dict) else container:
             if isinstance(item, Tensor):
                 source = made.get(id(item))
