@@ -21,8 +21,8 @@ ALONE, VALUES = "tests/planning/test_why_alone.py", "tests/planning/test_known_v
 FOLLOWED, STATE = "tests/planning/test_followed.py", "tests/planning/test_module_state.py"
 PICKING = "planning/replays/picking_rules.py"
 RESPONSE = "tests/planning/test_response_norm.py"
-UNREAD = "tests/planning/test_unread_steps.py -m cpu"
 APART = "tests/planning/test_heads_apart.py -m cpu"
+CROSSED = "tests/planning/test_crossed_heads.py -m cpu"
 TIED = "tests/planning/test_tied_groups.py -m cpu"
 
 PLANNER = (
@@ -40,14 +40,10 @@ PLANNER = (
         "remove(handle)",
         f"{STATE} -k hooks",
     ),
-    Edit("planning/replays/replay.py", "if self.place not in self.recording.unread:", "if True:", UNREAD),
-    Edit("planning/replays/replay.py", "if self.place not in self.recording.unread:", "if False:", UNREAD),
-    Edit("planning/runs/unread_steps.py", "    if unread:\n", "    if False:\n", UNREAD),
-    Edit("planning/runs/unread_steps.py", "number in writes or ", "", UNREAD),
-    Edit("planning/runs/unread_steps.py", 'is_mutable or "running_mean" in named', "is_mutable", UNREAD),
-    Edit(
-        "planning/replays/replay.py", "if any(self._splits.get(id(tensor)) == _UNREAD for", "if any(False for", UNREAD
-    ),
+    Edit("planning/replays/op_call.py", "if CROSSED in cuts and not is_pointwise(func)", "if False", CROSSED),
+    Edit("planning/replays/op_call.py", "{aten.view, aten._to_copy, aten._softmax}", "{aten.view}", CROSSED),
+    Edit("planning/replays/op_call.py", "if cut is not None] == [1, 2]", "if cut is not None]", CROSSED),
+    Edit("planning/replays/replay.py", "if answer != CROSSED and tuple", "if tuple", CROSSED),
     Edit("planning/runs/trace.py", "self.nodes[node].severed = True", "del node", f"{ALONE} -k another_one_has"),
     Edit(
         "planning/runs/trace.py",

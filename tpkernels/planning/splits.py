@@ -26,8 +26,9 @@ from math import prod
 from tpkernels.partition import array_split_sizes, chunk_sizes, halves, held_sizes, unit_sizes
 
 __all__ = [
-    "HandedOn", "Split", "Unproven", "as_array_split", "degrees", "divisor", "for_degrees", "group_of", "has_places",
-    "held", "how", "part_of_constant", "parts_of_runs", "pieces_of", "raised", "share", "shared_runs", "through_view",
+    "CROSSED", "HandedOn", "Split", "Unproven", "as_array_split", "degrees", "divisor", "for_degrees", "group_of",
+    "has_places", "held", "how", "part_of_constant", "parts_of_runs", "pieces_of", "raised", "share", "shared_runs",
+    "through_view",
 ]  # fmt: skip
 
 _even: ContextVar[bool] = ContextVar("as_array_split", default=False)
@@ -181,6 +182,13 @@ class Split:
         return part, local[first], local[last]
 
 
+CROSSED = Split(-1, ())
+"""Of the product between each two of all heads: a rank has that between its own, which is no part along one dimension.
+
+Elementwise code may go on with it, and nothing else may take it (SAM 2 computes such a product and drops it).
+"""
+
+
 def share(size: int, world_size: int, pieces: int = 0) -> tuple[int, ...]:
     """What each rank has of ``size`` elements that are made of ``pieces``."""
     unit = size // pieces if pieces else 1
@@ -300,6 +308,8 @@ def parts_of_runs(packed: Split, world_size: int) -> dict[int, tuple[int, ...]]:
 
 def how(split: Split | None) -> str:
     """For a message."""
+    if split == CROSSED:
+        return "of products between heads of different ranks"
     return "whole" if split is None else f"cut in dimension {split.dim} as {list(split.segments)}"
 
 

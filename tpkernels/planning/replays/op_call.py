@@ -7,13 +7,15 @@ from typing import Any
 
 import torch
 
-from tpkernels.planning.splits import Split, Unproven
+from tpkernels.planning.splits import CROSSED, Split, Unproven
 
-__all__ = ["Answer", "Call", "is_pointwise", "pointwise"]
+__all__ = ["Answer", "Call", "crossed", "is_pointwise", "pointwise"]
 
 aten = torch.ops.aten
 _UNTAGGED = {aten.hardswish, aten.hardswish_, aten.mish_, aten.masked_fill, aten.masked_fill_}
 """Elementwise ops that lack the tag (torch 2.13), in some of their forms."""
+_AS_ELEMENTS = {aten.view, aten._to_copy, aten._softmax}
+"""What elementwise code around them may run on what is crossed."""
 
 Answer = Split | None | list[Split | None]
 
@@ -60,6 +62,19 @@ class Call:
 def is_pointwise(func: Any) -> bool:
     """Whether an op takes each element by itself, or what is broadcast to it."""
     return torch.Tag.pointwise in getattr(func, "tags", ()) or getattr(func, "overloadpacket", None) in _UNTAGGED
+
+
+def crossed(func: Any, packet: Any, cuts: Sequence[Split | None]) -> bool:
+    """Whether the result is :data:`~tpkernels.planning.splits.CROSSED`, for arguments that are cut so.
+
+    It is where elementwise code goes on with what is.  No other may, so that no loss is made of it, which code could
+    keep where the run does not look.
+    """
+    if packet is aten.bmm and [cut.dim for cut in cuts if cut is not None] == [1, 2]:
+        return True
+    if CROSSED in cuts and not is_pointwise(func) and packet not in _AS_ELEMENTS:
+        raise Unproven(f"{packet} takes products between heads of different ranks")
+    return CROSSED in cuts
 
 
 def pointwise(shapes: Sequence[tuple[int, ...]], splits: Sequence[Split | None], mix: Callable[[int], None]) -> Split:

@@ -9,8 +9,7 @@ is complete or known to be a sum over the ranks, and nothing cut leaves the mode
 parameter that does has its gradients summed.
 
 What the run does not show proves nothing.  A ``torch.autograd.Function`` of the model's own has a backward that is not
-seen.  Where nothing is proven of an op, its results must not be read, neither here nor in the whole model's run
-(:mod:`tpkernels.planning.runs.unread_steps`).  Numbers that Python makes from sizes are
+seen.  Where nothing is proven of an op, its results must not be read.  Numbers that Python makes from sizes are
 compared between the two runs, and so is which tensor each op takes.
 Ranks whose number of heads differs from the first rank's have a replay of their own (:func:`unlike_ranks`).
 """
@@ -25,7 +24,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from tpkernels.nn.sliced_arguments import named_arguments, with_arguments
-from tpkernels.planning.replays.op_call import is_pointwise
+from tpkernels.planning.replays.op_call import crossed, is_pointwise
 from tpkernels.planning.replays.roles import Role, unlike_ranks
 from tpkernels.planning.replays.rules import RULES, Call, pointwise
 from tpkernels.planning.replays.width_steps import WidthSteps
@@ -35,13 +34,11 @@ from tpkernels.planning.runs.session import Scope
 from tpkernels.planning.runs.shadow import Shadow
 from tpkernels.planning.runs.tensors import storage_of, tensors_in
 from tpkernels.planning.runs.trace import Example, Recording
-from tpkernels.planning.splits import HandedOn, Split, Unproven, divisor, how, part_of_constant, raised
+from tpkernels.planning.splits import CROSSED, HandedOn, Split, Unproven, divisor, how, part_of_constant, raised
 
 __all__ = ["Replay", "Role", "unlike_ranks"]
 
 aten = torch.ops.aten
-_UNREAD = Split(-1, ())
-"""Of results that nobody reads: nothing is proven of them."""
 _CONSTANT = {aten.zeros, aten.ones, aten.full, aten.new_zeros, aten.new_ones, aten.new_full, aten.empty, aten.new_empty}
 
 
@@ -193,10 +190,8 @@ class Replay(WidthSteps):
         try:
             answers = self._answers(func, event, (local, local_kwargs), splits, (args, kwargs))
         except Unproven as error:
-            if self.place not in self.recording.unread:
-                error.parameters = self._whole_parameters(tensors)
-                raise
-            answers = [_UNREAD] * len(event.outputs)
+            error.parameters = self._whole_parameters(tensors)
+            raise
         out = self._run_op(func, args, kwargs, tensors)
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         if len(outputs) != len(event.outputs):
@@ -206,7 +201,7 @@ class Replay(WidthSteps):
             self._constants.add(id(outputs[0]))
         for output, shape, answer in zip(outputs, event.outputs, answers, strict=True):
             expected = shape if answer is None else answer.local_shape(shape, self.world_size, self.rank)
-            if answer != _UNREAD and tuple(output.shape) != tuple(expected):
+            if answer != CROSSED and tuple(output.shape) != tuple(expected):
                 raise Unproven(f"{packet} gives {list(output.shape)} where one rank's part is {list(expected)}")
             if func._schema.is_mutable and any(output is part for part in self.slices.values()):
                 raise Unproven(f"{packet} writes to a parameter or buffer of which a rank has a part")
@@ -280,8 +275,6 @@ class Replay(WidthSteps):
     ) -> list[Split | None] | None:
         """How the results are cut; None for a constant, for which its shape suffices."""
         tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
-        if any(self._splits.get(id(tensor)) == _UNREAD for tensor in tensors):
-            raise Unproven(f"{event.packet} takes a result of which nothing is proven, because nobody was to read it")
         both = ((event.whole, event.kwargs), local)
         if not same_scalars(*(without_sizes(event.packet, *arguments) for arguments in both)):
             raise Unproven(f"an argument of {event.packet} depends on the number of features of one rank")
@@ -295,6 +288,9 @@ class Replay(WidthSteps):
                 self._mixed(tensors[0])
                 return None
             raise Unproven(f"{event.packet} depends on the number of features of one rank")
+        cuts = [self._splits.get(id(tensor)) for tensor in tensors]
+        if crossed(func, event.packet, cuts):
+            return [CROSSED] * len(event.outputs)
         if event.packet in _CONSTANT:  # x.new_zeros(...): the numbers in it are not x's
             return None
         rule = RULES.get(event.packet)
@@ -303,7 +299,6 @@ class Replay(WidthSteps):
         if not is_pointwise(func):
             raise Unproven(f"no rule says what {event.packet} does to parts")
         shapes = shapes_in((event.whole, event.kwargs))
-        cuts = [self._splits.get(id(tensor)) for tensor in tensors]
         return [pointwise(shapes, cuts, lambda index: self._mixed(tensors[index]))] * len(event.outputs)
 
     def _by_rule(self, rule: Any, event: Event, local: Any, splits: list[Any], arguments: Any) -> list[Split | None]:

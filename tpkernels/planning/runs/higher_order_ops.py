@@ -29,7 +29,7 @@ class _Flex:
     overloadpacket = flex_attention
     namespace = "higher_order"
     tags: tuple[torch.Tag, ...] = ()
-    _schema = types.SimpleNamespace(name="higher_order::flex_attention", is_mutable=False, arguments=())
+    _schema = types.SimpleNamespace(name="higher_order::flex_attention", is_mutable=False)
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.args, self.kwargs = args, kwargs

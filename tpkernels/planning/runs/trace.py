@@ -40,7 +40,6 @@ from tpkernels.planning.runs.session import BLANK, Node, Scope, Session
 from tpkernels.planning.runs.shadow import Shadow
 from tpkernels.planning.runs.shared_conditions import Turns
 from tpkernels.planning.runs.tensors import can_require_grad, storage_of, tensors_in
-from tpkernels.planning.runs.unread_steps import find_unread, may_write
 
 __all__ = ["Example", "Recording"]
 
@@ -107,10 +106,6 @@ class Recording(Session):
         self.outputs: list[int] = []
         self.results: set[Source] = set()
         """Tensors among what the model returns."""
-        self.unread: frozenset[int] = frozenset()
-        """Ops whose results nobody reads, in a run of the model."""
-        self._writes: set[int] = set()
-        """Ops that write to tensors."""
         self.layer_rows: dict[str, int] = {}
         """Rows of each layer's input, over all calls."""
         self.gradient_rows: dict[str, int] = {}
@@ -172,9 +167,8 @@ class Recording(Session):
         self.alike.add([leaf for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor)])
         with self.shadow.running(self):
             out = call.run(self.shadow.model)
-            self.kept.append(out)
-            self.results = {self.source(tensor) for tensor in tensors_in(out)}
-            self.unread = find_unread(self.events, self.made, self.kept, self.results, self._writes)
+        self.kept.append(out)
+        self.results = {self.source(tensor) for tensor in tensors_in(out)}
         self.outputs = [self._node_of[id(t)] for t in tensors_in(out) if id(t) in self._node_of] + self._to_opaque
 
     def run_scope(self, scope: Scope, recording: Recording) -> Scope:
@@ -202,12 +196,9 @@ class Recording(Session):
         whole, named = as_shapes(args), {key: as_shapes(value) for key, value in kwargs.items()}
         shapes, sources = [Shape(t.shape) for t in outputs], self.sources_of(packet, tensors)
         event = Event(packet, whole, named, shapes, sources=sources, constant=constant_of(func, tensors))
-        if may_write(func):
-            self._writes.add(len(self.events))
-        if func._schema.is_mutable:
-            for output in outputs:
-                if any(output is tensor for tensor in tensors):
-                    self._written.setdefault(id(output), [(-1, self.source(output))])
+        for output in outputs if func._schema.is_mutable else ():
+            if any(output is tensor for tensor in tensors):
+                self._written.setdefault(id(output), [(-1, self.source(output))])
         self._add(event, outputs)
         return out
 
