@@ -335,6 +335,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "tvp": {"backbone_config": _ROI, "max_img_size": 128, "visual_prompt_size": 8, "num_frames": 2},
     "udop": {"relative_attention_num_buckets": 32},
     "univnet": {"kernel_predictor_hidden_channels": 8, "model_hidden_channels": 8, "model_in_channels": 8},
+    "uvdoc": {"backbone_config": {"out_features": [f"stage{number}" for number in range(1, 7)]}},
     "vibevoice": {"audio_config": _VIBE, "semantic_model_config": _VIBE},
     "vibevoice_acoustic_tokenizer": _VIBE,
     "vibevoice_acoustic_tokenizer_decoder": _VIBE,
