@@ -12,7 +12,22 @@ WHOLE = f"{PAIRS} -k only_looks"
 SCATTERS = f"{PAIRS} -k scatters"
 MERGED = "tests/integrations/transformers/test_peft.py -k on_convolutions_merge"
 
+DROPS, SAYS = f"{PAIRS} -k dropout_between", f"{PAIRS} -k says_why"
+
 CONVOLUTIONS = (
+    Edit("planning/runs/trace.py", " - shadow.around | {shadow.convolving}", "", WHOLE),
+    Edit("planning/replays/replay.py", "self.part_draws_in |= self._open_groups | pairs", "pass", DROPS),
+    Edit(
+        "planning/replays/replay.py",
+        "|= self._open_groups | pairs\n        both",
+        "|= self._open_groups\n        both",
+        WHOLE,
+    ),
+    Edit("planning/replays/channel_steps.py", "self._open_pairs.discard(taken.group)", "pass", DROPS),
+    Edit("planning/replays/channel_steps.py", "self._open_pairs.add(role.group)", "pass", DROPS),
+    Edit("sharding/followed_calls.py", "convolved.set(self._convolved)", "convolved.set(None)", VALUES),
+    Edit("planning/replays/rules.py", '"_prelu_kernel": _copy, ', "", CUT),
+    Edit("planning/proofs/why_alone.py", "return refused or self._not_tried(name)", "return refused", SAYS),
     Edit("nn/paired_convolution.py", "input = copy_to_group(input, mesh)", "pass", VALUES),
     Edit("nn/paired_convolution.py", "y if b is None else y + b.view", "y if True else y + b.view", VALUES),
     Edit("nn/paired_convolution.py", '"weight": 1 - given["weight"]', '"weight": given["weight"]', CUT),
@@ -64,7 +79,7 @@ CONVOLUTIONS = (
         "planning/proofs/pair_proofs.py",
         "not error.segmented), failures[0])",
         "False), failures[0])",
-        f"{PAIRS} -k says_why",
+        SAYS,
     ),
     Edit("planning/proofs/pair_choices.py", "for name, cuts in slices.items():", "for name, cuts in ():", VALUES),
     Edit("sharding/followed_calls.py", "segments_given(module) or (output", "(output", VALUES),

@@ -343,6 +343,7 @@ CUT: dict[str, Callable[[], nn.Module]] = {
     "frozen": lambda: nn.Sequential(conv(3, 7), Frozen(7), nn.ReLU(), conv(7, 4)),
     "snake": snake, "in three": Taken,
     "own code": Streaming,
+    "slope": lambda: nn.Sequential(conv(3, 7), nn.PReLU(), conv(7, 4)),
     "gated rows": lambda: nn.Sequential(conv(3, 7), nn.GLU(2), conv(7, 4)),
 }  # fmt: skip
 WHOLE: dict[str, Callable[[], nn.Module]] = {

@@ -36,7 +36,7 @@ PAIRS = {
     "three dimensions": ("1 4", "2"), "head": ("0", "1"),
     "conformer": ("1.expand 1.project 2.expand 2.project", "1.depthwise 1.norm 2.depthwise 2.norm"),
     "layer norm": ("1.expand 1.project", "1.depthwise"), "in three": ("first second", ""), "gated rows": ("0 2", ""),
-    "frozen": ("0 3", "1"), "own code": ("first second", "depthwise"),
+    "frozen": ("0 3", "1"), "own code": ("first second", "depthwise"), "slope": ("0 2", ""),
     "snake": ("2.layers.1 2.layers.3 3.layers.1 3.layers.3", "2.layers.2 3.layers.2"),
 }  # fmt: skip
 """By model: the convolutions that are cut in pairs, and what is cut between them."""
@@ -96,8 +96,34 @@ def test_a_plan_says_why_a_convolution_is_in_no_pair() -> None:
         ("halves of halves", "3", "aten.glu: [0:6] of a dimension cut as [12] is not a number of parts"),
         ("wide", "2", "a pair would send more than its layers do without it"),
     ):
-        reason = planned(name, 2)[convolution].reason
+        reason = planned(name, 2)[convolution].reason  # of a group that was tried
         assert reason.startswith(f"by its output channels, gathered (not in a pair: {why}"), name
+
+
+class Alone(nn.Module):
+    """Convolutions that are in no group at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.grouped, self.unused = nn.Conv1d(4, 4, 1), nn.Conv1d(4, 4, 1, groups=2), nn.Conv1d(4, 4, 1)
+        self.middle, self.last, self.named = nn.Linear(4, 4), nn.Conv1d(4, 4, 1), nn.Conv1d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.grouped(self.first(self.named(input=x)).mean((1, 2), keepdim=True) + x)
+        y: Tensor = self.last(self.middle(x.transpose(1, 2)).transpose(1, 2) + x)
+        return y
+
+
+@pytest.mark.cpu
+def test_a_plan_says_why_a_convolution_is_in_no_group_at_all() -> None:
+    plan = tpk.make_plan(Alone().double(), 2, example_inputs=torch.zeros(2, 4, 4).double())
+    for name, why in (
+        ("named", "it is called with more than a tensor, or inside of a module that needs values"),
+        ("unused", "it is not called by the example"),
+        ("grouped", "it has groups of channels, hooks, or a weight that is made of other parameters"),
+        ("last", "last also takes what no layer gives"),
+    ):
+        assert plan[name].reason == f"by its output channels, gathered (not in a pair: {why})", plan[name].reason
 
 
 @pytest.mark.cpu
@@ -312,6 +338,7 @@ def test_values_gradients_and_buffers_are_those_of_the_whole_model(ranks: Pools,
             "snake",
             "frozen",
             "own code",
+            "slope",
         ]
     )
     assert ranks(world).run(compare, names, timeout=LIMIT_S) == [[]] * world
@@ -319,9 +346,10 @@ def test_values_gradients_and_buffers_are_those_of_the_whole_model(ranks: Pools,
 
 
 def drops() -> dict[str, Any]:
-    """What dropout leaves of ones between a pair, and what comes of it."""
+    """What dropout leaves out between a pair, and what comes of it behind another one, of whole tensors."""
     torch.manual_seed(3)
-    model = nn.Sequential(nn.Conv2d(3, 64, 1), nn.Dropout(0.5), nn.Conv2d(64, 4, 1)).double()
+    layers = [nn.Conv2d(3, 64, 1), nn.Dropout(0.5), nn.Conv2d(64, 4, 1), nn.Dropout(0.5)]
+    model = nn.Sequential(*layers).double()
     x = inputs("two")
     plan = tpk.make_plan(model, tp_mesh(), example_inputs=x)
     tpk.parallelize(model, tp_mesh(), tpk.ShardingPlan.from_json(plan.to_json())).train()

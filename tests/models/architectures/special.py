@@ -340,6 +340,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "udop": {"relative_attention_num_buckets": 32},
     "unlimited_ocr": {"vision_config": {"sam_config": {"output_channels": 32, "downsample_channels": [32, 32]}}},
     "univnet": {"kernel_predictor_hidden_channels": 8, "model_hidden_channels": 8, "model_in_channels": 8},
+    "uvdoc": {"backbone_config": {"out_features": [f"stage{number}" for number in range(1, 7)]}},
     "vibevoice": {"audio_config": _VIBE, "semantic_model_config": _VIBE},
     "vibevoice_acoustic_tokenizer": _VIBE,
     "vibevoice_acoustic_tokenizer_decoder": _VIBE,

@@ -316,7 +316,7 @@ def _mask(call: Call, shape: tuple[int, ...], split: Split | None, q: Split, mix
 
 
 def _copy(call: Call) -> Answer:
-    """A tensor written over another one, broadcast to it."""
+    """A tensor written over another one, broadcast to it; or a slope for all channels."""
     return pointwise(call.whole[:2], call.splits[:2], call.mix)
 
 
@@ -387,7 +387,7 @@ _AROUND: dict[str, Callable[[Call], Answer]] = {
     "var_mean": _reduce, "logsumexp": _reduce, "linalg_vector_norm": lambda call: _vector_norm(call),
     "native_layer_norm": _norm, "_fused_rms_norm": _norm, "rms_norm": _norm,
     "max": _reduce, "min": _reduce, "index": indexed, "gather": gather, "copy_": _copy, "embedding": rows,
-    "mm": _mm, "addmm": _addmm, "bmm": _bmm, "baddbmm": _baddbmm, "constant_pad_nd": _pad,
+    "_prelu_kernel": _copy, "mm": _mm, "addmm": _addmm, "bmm": _bmm, "baddbmm": _baddbmm, "constant_pad_nd": _pad,
     **{name: _space(dims) for dims, names in _SPACE.items() for name in names},
     "convolution": _convolution, "linalg_solve_triangular": _solved,
     "native_dropout": lambda call: [call.cut(), call.cut()],
