@@ -87,6 +87,16 @@ def of_heads(function: Any, mask: Tensor) -> Any:
     return lambda h: function.apply(h.unflatten(-1, (-1, 4)), mask, -1).flatten(-2)
 
 
+class Biased(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.ones(4))
+
+    def forward(self, h: Tensor) -> Tensor:
+        y: Tensor = of_heads(Shifted, self.bias)(h)
+        return y
+
+
 class Mlp(nn.Module):
     """Between its layers runs ``how``; ``before``: a module before them."""
 
@@ -128,7 +138,7 @@ CASES: dict[str, tuple[nn.Module, tuple[Any, ...]]] = {
     "elements": (Mlp(Gelu.apply), PAIR),
     "slices": (Mlp(of_heads(Softmax, torch.arange(4) > 2)), PAIR),
     "slices by their neighbours": (Mlp(of_heads(OverHeads, torch.arange(4) > 2)), ALONE),
-    "slices and a parameter": (Mlp(of_heads(Shifted, nn.Parameter(torch.ones(4)))), ALONE),
+    "slices and a parameter": (Mlp(Biased()), ALONE),
     "mean of the gradient": (Mlp(Centred.apply), ALONE),
     "size of the gradient": (Mlp(Scaled.apply), ALONE),
     "unread": (Mlp(unread), ALONE),
