@@ -13,6 +13,7 @@ FLOW = "planning/replays/sequence_flow.py"
 ASKED = 'f"asked by {rest.module} for a condition, and ranks would not answer alike"'
 GIVEN = 'f"given by {rest.module}, which branches on a condition"'
 
+KNOWN = "tests/planning/test_known_values.py"
 SHARED, ALIKE = "tests/planning/test_shared_conditions.py", "planning/runs/shared_conditions.py"
 
 CONDITIONS = (
@@ -24,7 +25,10 @@ CONDITIONS = (
     Edit(OPAQUE, "max(runs.values(), key=lambda run: len(run.layer_rows))", "runs[turns]", f"{SHARED} -k every"),
     Edit(OPAQUE, "if recording.decisions:  # a call", "if False:  # a call", f"{SHARED} -k refuses"),
     Edit(TRACE, "changes=len(self.changes), decided=decided", "changes=len(self.changes)", f"{SHARED} -k skipped_or"),
-    Edit(STEPS, "self.recording.decisions[number] != asked", "False", f"{SHARED} -k another_condition"),
+    Edit(STEPS, "self.recording.decisions[number].asked != asked", "False", f"{SHARED} -k another_condition"),
+    Edit(SESSION, "turn if truth is None else turn != truth", "turn", f"{KNOWN} -k contradicts"),
+    Edit(OPAQUE, "with suppress(Contradicted):", "with suppress():", f"{KNOWN} -k contradicts"),
+    Edit(ALIKE, "and any(one.truth is None for one in run.decisions)", "and False", f"{SHARED} -k mixed"),
     Edit(
         "planning/replays/gradients.py",
         "(self._splits.keys() | self._summed) - own",

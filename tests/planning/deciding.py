@@ -33,8 +33,10 @@ class Dropped(nn.Module):
         self.layers = nn.ModuleList(Pair(how) for _ in range(count))
         self.scale = nn.Parameter(torch.ones(()))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, sizes: Tensor | None = None) -> Tensor:
         skipped = 0
+        if sizes is not None and (sizes != torch.tensor(x.shape)).any():
+            raise ValueError("these are other sizes")
         for layer in self.layers:
             if self.how not in ("before", "between") and self.training and self._skips(x):
                 skipped += 1

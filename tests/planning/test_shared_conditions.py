@@ -24,7 +24,7 @@ def are_pairs(plan: tpk.ShardingPlan, *blocks: str) -> list[bool]:
     return [(plan[f"{b}.up"].style, plan[f"{b}.down"].style) == (Column(), Row()) for b in blocks]
 
 
-def observed(model: nn.Module, x: torch.Tensor) -> tuple[bool, list[object]]:
+def observed(model: nn.Module, x: object) -> tuple[bool, list[object]]:
     """Whether conditions were answered in every way, and the answers of the runs in training."""
     observation = Observation(model, x)
     assert observation.shadow is not None
@@ -36,7 +36,7 @@ def observed(model: nn.Module, x: torch.Tensor) -> tuple[bool, list[object]]:
 def test_every_combination_of_few_answers_is_a_run_and_the_one_with_all_layers_is_the_first() -> None:
     expected = [(False, False), (False, True), (True, False), (True, True)]
     assert observed(Dropped(2), X) == (True, expected)
-    assert observed(Padded("part"), IDS) == (True, [(True,), (False,)])
+    assert observed(Padded("part"), IDS.to("meta")) == (True, [(True,), (False,)])
 
 
 @pytest.mark.cpu
@@ -77,7 +77,6 @@ def test_a_condition_that_parameters_or_activations_go_into_is_that_of_its_modul
 def test_a_rank_that_would_ask_another_condition_is_refused() -> None:
     plan = tpk.make_plan(Chooses(), 2, example_inputs=(X, torch.tensor(True), torch.tensor(True)))
     assert (plan["up"].style, plan["down"].style) != (Column(), Row())
-    assert "the model asks for another condition" in plan["up"].reason
 
 
 @pytest.mark.cpu
@@ -90,8 +89,15 @@ def test_what_one_answer_runs_alone_is_proven_as_well() -> None:
 
 @pytest.mark.cpu
 def test_an_answer_that_the_model_refuses_leaves_the_condition_to_its_module() -> None:
-    decides, _ = observed(nn.Sequential(Padded("refuses"), nn.Linear(8, 8)), IDS)
-    assert not decides
+    assert not observed(nn.Sequential(Padded("refuses"), nn.Linear(8, 8)), IDS.to("meta"))[0]
+    assert observed(nn.Sequential(Padded("refuses"), nn.Linear(8, 8)), IDS)[0], "these numbers are words"
+
+
+@pytest.mark.cpu
+def test_of_many_conditions_none_is_left_out_where_some_are_mixed_with_what_numbers_tell() -> None:
+    model = Dropped(5, "mixed")
+    observation = Observation(model, (X, torch.tensor([3, 5, 8])))
+    assert observation.shadow is None or not observation.shadow.decides
 
 
 def wrong_values() -> list[str]:

@@ -67,7 +67,7 @@ class WholeSteps(Gradients):
         for tensor in tensors:
             self._is_whole(tensor, "asked for a condition, and ranks would not answer alike")
         asked = tuple(map(self.source, tensors))
-        if number >= len(self.recording.decisions) or self.recording.decisions[number] != asked:
+        if number >= len(self.recording.decisions) or self.recording.decisions[number].asked != asked:
             raise Unproven("with one rank's sizes the model asks for another condition")
         super().before_decision(number, tensors)
 

@@ -6,8 +6,9 @@ the example inputs have them, single integers in buffers that no checkpoint has 
 an op makes of known values alone, or of no tensor at all.  Parameters, other buffers and activations have none: who
 asks for their numbers gets a guess (:mod:`tpkernels.planning.runs.fake_answers`), or cannot be recorded.
 
-Such numbers are taken for sizes, which another call may have others of.  A condition on them is not answered: code
-that branches on one may take the other path in another call.  Nor is a single number followed, which may be a flag.  A
+Such numbers are taken for sizes, which another call may have others of.  A condition on them is not answered here: code
+that branches on one may take the other path in another call, and is run both ways where it can be
+(:mod:`tpkernels.planning.runs.shared_conditions`).  Nor is a single number followed, which may be a flag.  A
 condition on what code makes of its own numbers alone (whether ``torch.arange(start, stop)`` begins with 0) is one that
 it could as well have asked of these numbers, without a tensor: it is answered.
 
@@ -126,6 +127,12 @@ class KnownValues:
         if not any(tag in func.tags for tag in _ASKS) or not self._are_known(func, args, kwargs):
             return False
         return not (is_condition(func, args) and self._are_given(func, args, kwargs))
+
+    def truth(self, func: Any, args: Any, kwargs: Any) -> bool | None:
+        """The answer to a condition by the numbers that the example inputs give; None where they do not tell."""
+        if not self._are_known(func, args, kwargs):
+            return None
+        return bool(self._real(func, args, kwargs))
 
     def _are_known(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether all of its tensors have values; a real one, which only the model's own code has, is never written."""

@@ -19,6 +19,7 @@ becomes a step because of these (:mod:`tpkernels.planning.runs.shared_conditions
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
@@ -29,7 +30,14 @@ from tpkernels.planning.runs.events import NotOpaque, Opaque
 from tpkernels.planning.runs.fake_answers import GUESSES, Guess
 from tpkernels.planning.runs.known_values import Changes
 from tpkernels.planning.runs.shadow import Shadow
-from tpkernels.planning.runs.shared_conditions import MOST_ENUMERATED, Turns, Undecided, check_stretches, turns_of
+from tpkernels.planning.runs.shared_conditions import (
+    MOST_ENUMERATED,
+    Contradicted,
+    Turns,
+    Undecided,
+    check_stretches,
+    turns_of,
+)
 from tpkernels.planning.runs.tensors import storage_of
 from tpkernels.planning.runs.trace import Example, Recording
 
@@ -106,9 +114,10 @@ def _with_all_answers(shadow: Shadow, call: Example, after: Recording | None) ->
     while (most := max((len(run.decisions) for run in runs.values()), default=0)) > asked:
         asked, runs = most, {}
         for turns in turns_of(asked):
-            runs[turns] = _agreed(shadow, call, after, turns if shadow.decides else None)
+            with suppress(Contradicted):
+                runs[turns] = _agreed(shadow, call, after, turns if shadow.decides else None)
     if asked > MOST_ENUMERATED:
-        check_stretches([*runs.values()])
+        check_stretches(runs)
     every = [(run, _on_other_paths(shadow, call, run)) for run in runs.values()]
     first = max(runs.values(), key=lambda run: len(run.layer_rows))
     first.others = [one for run, others in every for one in (run, *others) if one is not first]
@@ -222,6 +231,8 @@ def _run(
             raise _GuessFailed from error
         if recording.asked:
             raise _Close(recording.callers[recording.last_opaque], error) from error
+        if any(decided.contradicts for decided in recording.decisions):
+            raise Contradicted from error
         if recording.decisions:  # a call that is refused, or one that no input would lead to
             raise Undecided from error
         raise

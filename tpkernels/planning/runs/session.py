@@ -36,7 +36,7 @@ from tpkernels.planning.runs.higher_order_ops import as_op
 from tpkernels.planning.runs.known_values import KnownValues, is_condition
 from tpkernels.planning.runs.module_state import Held, State
 from tpkernels.planning.runs.shadow import Shadow
-from tpkernels.planning.runs.shared_conditions import Alike, Turns
+from tpkernels.planning.runs.shared_conditions import Alike, Decided, Turns
 from tpkernels.planning.runs.tensors import can_require_grad, storage_of, tensors_in, written_by
 from tpkernels.planning.runs.weight_reads import scaled_layer
 
@@ -122,8 +122,7 @@ class Session(TorchDispatchMode):
         """Answers to conditions that all ranks answer alike (``shared_conditions.py``); None: modules ask for them,"""
         self.decided_before = 0
         """and how many were answered before this run begins."""
-        self.decisions: list[tuple[Source, ...]] = []
-        """Of the conditions that were answered so: the tensors that were asked."""
+        self.decisions: list[Decided] = []
         self.paths: tuple[Path, ...] = ((),)
         """That calls of branching modules take, in turns,"""
         self.rests: list[Rest] = []
@@ -154,7 +153,7 @@ class Session(TorchDispatchMode):
         self.kept.extend(tensors)
         if self.quiet is None and is_condition(func, args) and not self.values.answers(func, args, kwargs):
             if self.turns is not None and all(tensor in self.alike for tensor in tensors):
-                return self._decide(self.turns, tensors)
+                return self._decide(self.turns, tensors, self.values.truth(func, args, kwargs))
             self._condition_asked(tensors)
         if self.quiet is not None:
             out = self._quiet_op(func, args, kwargs, tensors)
@@ -235,12 +234,13 @@ class Session(TorchDispatchMode):
 
     # ------------------------------------------------------------------ conditions
 
-    def _decide(self, turns: Turns, tensors: list[Tensor]) -> bool:
+    def _decide(self, turns: Turns, tensors: list[Tensor], truth: bool | None) -> bool:
         """The answer of this run to a condition that all ranks answer alike."""
         number = self.decided_before + len(self.decisions)
         self.before_decision(number, tensors)
-        self.decisions.append(tuple(map(self.source, tensors)))
-        return turns[number % len(turns)] if turns else False
+        turn = turns[number % len(turns)] if turns else False
+        self.decisions.append(Decided(tuple(map(self.source, tensors)), turn, truth))
+        return turn if truth is None else turn != truth
 
     def before_decision(self, number: int, tensors: list[Tensor]) -> None:
         """A condition of ``tensors`` is answered by the turns of this run."""

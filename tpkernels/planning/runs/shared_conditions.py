@@ -8,7 +8,9 @@ condition may call layers, other than behind a condition of activations
 (:mod:`tpkernels.planning.runs.conditions`).
 
 It owns :class:`Alike`, which says what a tensor is made of, the *turns* that a run takes, and which of these prove all.
-A run answers its conditions with its turns, one after the other and again from the first.
+A run answers its conditions with its turns, one after the other and again from the first.  Where the numbers that the
+example inputs give tell the answer (whether a sound fills its last window), False stands for that, and True for its
+contrary.
 
 * With up to :data:`MOST_ENUMERATED` conditions every combination of answers is a run, and each is proven by itself.
 * With more (a condition for each block) all are answered False, all True, and in turns, beginning with either.  So each
@@ -19,23 +21,29 @@ A run answers its conditions with its turns, one after the other and again from 
   answers were, and each stretch between two conditions is proven by the run that shows it.  By induction over the
   conditions that holds for any answers.  As for other conditions, lists and other objects that code fills on one path
   and reads on the next are not watched.
+
+A run that raises proves nothing, and its conditions are left to the modules that ask.  But where it has contradicted
+the numbers that it was given, it is no run of the model: what the numbers say is taken as sizes are, and such a run is
+left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from tpkernels.planning.runs.events import Source
 from tpkernels.planning.runs.tensors import storage_of, written_by
 
 if TYPE_CHECKING:
     from tpkernels.planning.runs.trace import Recording
 
-__all__ = ["MOST_ENUMERATED", "Alike", "Turns", "Undecided", "check_stretches", "turns_of"]
+__all__ = ["MOST_ENUMERATED", "Alike", "Contradicted", "Decided", "Turns", "Undecided", "check_stretches", "turns_of"]
 
 aten = torch.ops.aten
 MOST_ENUMERATED = 3
@@ -46,6 +54,24 @@ Turns = tuple[bool, ...]
 
 class Undecided(Exception):
     """Runs under other answers do not show what a model does: its conditions are those of modules."""
+
+
+class Contradicted(Undecided):
+    """A run raised that had answered a condition other than its numbers say."""
+
+
+@dataclass(frozen=True)
+class Decided:
+    """A condition of the tensors ``asked``, and what a run made of it."""
+
+    asked: tuple[Source, ...]
+    turn: bool
+    truth: bool | None
+    """What the numbers of the example say; None if they do not."""
+
+    @property
+    def contradicts(self) -> bool:
+        return self.turn and self.truth is not None
 
 
 class Alike:
@@ -78,21 +104,22 @@ def turns_of(conditions: int) -> list[Turns]:
     return [(False,), (True,), (False, True), (True, False)]
 
 
-def check_stretches(runs: Sequence[Recording]) -> None:
+def check_stretches(runs: Mapping[Turns, Recording]) -> None:
     """Check that what runs between two conditions depends on the answer to the first of them alone.
 
     Raises:
-        Undecided: it does not.
+        Undecided: it does not; or runs are missing, and their answers are not all told by numbers.
     """
     known: dict[tuple[int, bool | None], Any] = {}
-    for run in runs:
-        assert run.turns
+    for turns, run in runs.items():
+        if len(runs) < len(turns_of(len(run.decisions))) and any(one.truth is None for one in run.decisions):
+            raise Undecided("not every answer leads to a run")
         begins = [0, *run.decided_at]
         for number, (start, stop) in enumerate(zip(begins, [*run.decided_at, len(run.events)], strict=True)):
-            answer = run.turns[(number - 1) % len(run.turns)] if number else None
+            turn = turns[(number - 1) % len(turns)] if number else None
             steps = [
                 (event.packet, event.layer, event.whole, event.kwargs, event.outputs, event.constant)
                 for event in run.events[start:stop]
             ]
-            if known.setdefault((number, answer), steps) != steps:
+            if known.setdefault((number, turn), steps) != steps:
                 raise Undecided(f"what runs behind condition {number} depends on the answers to those before it")
