@@ -65,7 +65,9 @@ CONVOLUTIONS = (
     Edit("planning/proofs/convolution_pairs.py", "if name in recording.direct or name", "if name", WHOLE),
     Edit("planning/proofs/decision.py", "self.decision.by_channel = set(replay.cut_channels)", "pass", CUT),
     Edit("planning/proofs/decision.py", "pairs and not degrees()", "pairs", f"{PAIRS} -k same_bits"),
-    Edit("sharding/followed_calls.py", "self._follow_channels(module, args, output)", "pass", VALUES),
+    Edit(
+        "sharding/followed_calls.py", "self._follow_channels(module, args[0] if args else None, output)", "pass", VALUES
+    ),
     Edit("sharding/same_bits.py", "isinstance(style, Channels) and style.paired:", "False:", f"{PAIRS} -k same_bits"),
     Edit("planning/replays/rules.py", "if split.dim >= call.rank_of() - dims:", "if False:", f"{PAIRS} -k space"),
     Edit("nn/paired_convolution.py", "torch.cat(biases) if biases else None", "None", VALUES),
