@@ -197,6 +197,7 @@ INPUTS: dict[str, dict[str, Any]] = {
         "pixel_values": _IMAGE,
     },
     "univnet": {"input_features": ("float", (2, 10, 16)), "noise_sequence": ("float", (2, 10, 8))},
+    "uvdoc": {"pixel_values": ("float", (2, 3, 64, 64))},
     "vibevoice_acoustic_tokenizer": {"input_values": ("float", (2, 1, 64)), "sample": ("exactly", False)},
     "vibevoice_acoustic_tokenizer_decoder": {"hidden_states": ("float", (2, 32, 8))},
     "vibevoice_acoustic_tokenizer_encoder": {"hidden_states": ("float", (2, 1, 64))},
