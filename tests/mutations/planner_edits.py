@@ -53,7 +53,7 @@ PLANNER = (
     ),
     Edit(
         "planning/runs/weight_reads.py",
-        "self.session.refused = tensors_in((args, kwargs))",
+        "self.session.refused = tensors_in(args)",
         "pass",
         f"{HEADS} -k kernel",
     ),

@@ -159,15 +159,19 @@ class Replay(WidthSteps):
         except Unproven:
             raise
         except Exception as error:
-            told = raised(error)
-            told.parameters = self._whole_parameters(self.refused)
-            met = {split for tensor in self.refused if (split := self._splits.get(id(tensor))) is not None}
-            told.met = met.pop() if len(met) == 1 else None
-            raise told from error
+            raise self._as_unproven(error) from error
         if self._at != self._stop:
             raise Unproven("with one rank's sizes the model runs fewer ops")
         self._check_gradients()
         return out
+
+    def _as_unproven(self, error: Exception) -> Unproven:
+        """What it means that the model's code raises, and what met parts where ``einsum`` did."""
+        told = raised(error)
+        told.parameters = self._whole_parameters(self.refused)
+        met = {split for tensor in self.refused if (split := self._splits.get(id(tensor))) is not None}
+        told.met = met.pop() if len(met) == 1 else None
+        return told
 
     def op(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         self.not_from_before(tensors)

@@ -133,7 +133,7 @@ class Session(TorchDispatchMode):
         """The module that is asking for a condition, and is not known to."""
         self.failed_in: str | None = None
         self.refused: list[Tensor] = []
-        """What the last function of torch was given that raised."""
+        """What ``einsum`` was given where it raised last."""
         self.met_real_cache = False
         self._born: dict[int, str] = {}
         """Storages that opaque modules made, but for their results."""

@@ -57,7 +57,7 @@ def scaled_layer(shadow: Shadow, func: Any, args: tuple[Any, ...]) -> str | None
 
 
 class WeightReads(WeightCalls):
-    """Within it, such products are calls of the session's layers, and the session knows what a function refused."""
+    """Within it, such products are calls of the session's layers, and the session is told what ``einsum`` refused."""
 
     def __init__(self, session: Session) -> None:
         super().__init__(())
@@ -71,8 +71,9 @@ class WeightReads(WeightCalls):
             self.session.weight_converted(name)
         try:
             return super().__torch_function__(func, types, args, kwargs)
-        except Exception:
-            self.session.refused = tensors_in((args, kwargs))
+        except RuntimeError:
+            if func is torch.einsum:  # which compares sizes before it runs an op
+                self.session.refused = tensors_in(args)
             raise
 
     def layer_of(self, weight: Any) -> nn.Module | None:
