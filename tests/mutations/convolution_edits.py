@@ -15,18 +15,30 @@ MERGED = "tests/integrations/transformers/test_peft.py -k on_convolutions_merge"
 DROPS, SAYS = f"{PAIRS} -k dropout_between", f"{PAIRS} -k says_why"
 
 CONVOLUTIONS = (
-    Edit("planning/runs/trace.py", " - shadow.around | {shadow.convolving}", "", WHOLE),
-    Edit("planning/replays/replay.py", "self.part_draws_in |= self._open_groups | pairs", "pass", DROPS),
+    Edit("planning/runs/trace.py", " - shadow.around | {shadow.convolving}", " | {shadow.convolving}", WHOLE),
+    Edit(
+        "planning/replays/replay.py",
+        "self.part_draws_in |= self._open_groups | pairs",
+        "self.part_draws_in |= set()",
+        DROPS,
+    ),
     Edit(
         "planning/replays/replay.py",
         "|= self._open_groups | pairs\n        both",
         "|= self._open_groups\n        both",
         WHOLE,
     ),
-    Edit("planning/replays/channel_steps.py", "self._open_pairs.discard(taken.group)", "pass", DROPS),
-    Edit("planning/replays/channel_steps.py", "self._open_pairs.add(role.group)", "pass", DROPS),
-    Edit("sharding/followed_calls.py", "convolved.set(self._convolved)", "convolved.set(None)", VALUES),
-    Edit("planning/replays/rules.py", '"_prelu_kernel": _copy, ', "", CUT),
+    Edit(
+        "planning/replays/channel_steps.py",
+        "self._open_pairs.discard(taken.group)",
+        "self._open_pairs.discard(-1)",
+        DROPS,
+    ),
+    Edit("planning/replays/channel_steps.py", "self._open_pairs.add(role.group)", "self._open_pairs.add(-1)", DROPS),
+    Edit(
+        "sharding/followed_calls.py", "convolved.set(self._convolved)", "convolved.set(None)", f"{PAIRS} -k another_way"
+    ),
+    Edit("planning/replays/rules.py", '"_prelu_kernel": _copy, "mm": _mm', '"mm": _mm', CUT),
     Edit("planning/proofs/why_alone.py", "return refused or self._not_tried(name)", "return refused", SAYS),
     Edit("nn/paired_convolution.py", "input = copy_to_group(input, mesh)", "pass", VALUES),
     Edit("nn/paired_convolution.py", "y if b is None else y + b.view", "y if True else y + b.view", VALUES),
@@ -65,7 +77,9 @@ CONVOLUTIONS = (
     Edit("planning/proofs/convolution_pairs.py", "if name in recording.direct or name", "if name", WHOLE),
     Edit("planning/proofs/decision.py", "self.decision.by_channel = set(replay.cut_channels)", "pass", CUT),
     Edit("planning/proofs/decision.py", "pairs and not degrees()", "pairs", f"{PAIRS} -k same_bits"),
-    Edit("sharding/followed_calls.py", "self._follow_channels(module, args, output)", "pass", VALUES),
+    Edit(
+        "sharding/followed_calls.py", "self._follow_channels(module, args[0] if args else None, output)", "pass", VALUES
+    ),
     Edit("sharding/same_bits.py", "isinstance(style, Channels) and style.paired:", "False:", f"{PAIRS} -k same_bits"),
     Edit("planning/replays/rules.py", "if split.dim >= call.rank_of() - dims:", "if False:", f"{PAIRS} -k space"),
     Edit("nn/paired_convolution.py", "torch.cat(biases) if biases else None", "None", VALUES),
