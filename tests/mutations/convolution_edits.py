@@ -15,18 +15,30 @@ MERGED = "tests/integrations/transformers/test_peft.py -k on_convolutions_merge"
 DROPS, SAYS = f"{PAIRS} -k dropout_between", f"{PAIRS} -k says_why"
 
 CONVOLUTIONS = (
-    Edit("planning/runs/trace.py", " - shadow.around | {shadow.convolving}", "", WHOLE),
-    Edit("planning/replays/replay.py", "self.part_draws_in |= self._open_groups | pairs", "pass", DROPS),
+    Edit("planning/runs/trace.py", " - shadow.around | {shadow.convolving}", " | {shadow.convolving}", WHOLE),
+    Edit(
+        "planning/replays/replay.py",
+        "self.part_draws_in |= self._open_groups | pairs",
+        "self.part_draws_in |= set()",
+        DROPS,
+    ),
     Edit(
         "planning/replays/replay.py",
         "|= self._open_groups | pairs\n        both",
         "|= self._open_groups\n        both",
         WHOLE,
     ),
-    Edit("planning/replays/channel_steps.py", "self._open_pairs.discard(taken.group)", "pass", DROPS),
-    Edit("planning/replays/channel_steps.py", "self._open_pairs.add(role.group)", "pass", DROPS),
-    Edit("sharding/followed_calls.py", "convolved.set(self._convolved)", "convolved.set(None)", VALUES),
-    Edit("planning/replays/rules.py", '"_prelu_kernel": _copy, ', "", CUT),
+    Edit(
+        "planning/replays/channel_steps.py",
+        "self._open_pairs.discard(taken.group)",
+        "self._open_pairs.discard(-1)",
+        DROPS,
+    ),
+    Edit("planning/replays/channel_steps.py", "self._open_pairs.add(role.group)", "self._open_pairs.add(-1)", DROPS),
+    Edit(
+        "sharding/followed_calls.py", "convolved.set(self._convolved)", "convolved.set(None)", f"{PAIRS} -k another_way"
+    ),
+    Edit("planning/replays/rules.py", '"_prelu_kernel": _copy, "mm": _mm', '"mm": _mm', CUT),
     Edit("planning/proofs/why_alone.py", "return refused or self._not_tried(name)", "return refused", SAYS),
     Edit("nn/paired_convolution.py", "input = copy_to_group(input, mesh)", "pass", VALUES),
     Edit("nn/paired_convolution.py", "y if b is None else y + b.view", "y if True else y + b.view", VALUES),

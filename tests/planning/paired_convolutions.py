@@ -118,17 +118,17 @@ def size_of(module: nn.Module) -> Tensor:
 class Streaming(nn.Module):
     """Convolutions within code of their own, the one of each channel by itself, too."""
 
-    def __init__(self, **first: bool) -> None:
+    def __init__(self, *, mixes: bool = False, reads: bool = False) -> None:
         super().__init__()
         self.first, self.depthwise, self.second = Causal(3, 7, 3), Causal(7, 7, 2, groups=7), Causal(7, 4, 2)
-        vars(self.first).update(first)
+        self.first.mixes, self.second.reads = mixes, reads
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, turned: bool = False) -> Tensor:
         x = x.flatten(2)
         mask = x[:, :1] == x[:, :1]
         x, mask_of_x = self.first(x, mask=mask)
         x, _ = self.depthwise(x.relu())
-        y, _ = self.second(x.relu(), mask_of_x)
+        y, _ = self.second(x.flip(1) if turned else x.relu(), mask_of_x)
         return y
 
 

@@ -345,6 +345,22 @@ def test_values_gradients_and_buffers_are_those_of_the_whole_model(ranks: Pools,
     assert ranks(world).run(by_hand, timeout=LIMIT_S) == [[]] * world
 
 
+def goes_another_way() -> list[str]:
+    """What is told of a call in which a rank's channels change places before they are summed."""
+    plain, x = made("own code"), inputs("own code")
+    model = tpk.parallelize(plain, tp_mesh(), tpk.make_plan(plain, tp_mesh(), example_inputs=x))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", UnprovenCallWarning)
+        model(x, turned=True)
+    return [str(one.message) for one in told if one.category is UnprovenCallWarning]
+
+
+@pytest.mark.gloo
+def test_a_call_goes_another_way_to_a_convolution_within_code_of_its_own(ranks: Pools) -> None:
+    (told,), others = ranks(2).run(goes_another_way, timeout=LIMIT_S)
+    assert "whether the inputs of second in this call are cut as their weights are" in told and not others
+
+
 def drops() -> dict[str, Any]:
     """What dropout leaves out between a pair, and what comes of it behind another one, of whole tensors."""
     torch.manual_seed(3)
