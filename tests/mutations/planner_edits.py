@@ -140,10 +140,11 @@ PLANNER = (
     Edit("planning/replays/rules.py", "len(q.segments + k.segments) > 2", "False and k", f"{APART} -k looks_so"),
     Edit(
         "sharding/local_rules.py",
-        "len(cut.segments) in (1, count)",
-        "len(cut.segments) == 1",
+        "count if split.dim == len(before) - 1 else 1",
+        "1",
         "tests/planning/test_heads_apart.py -m gloo",
     ),
+    Edit("sharding/local_rules.py", "count if split.dim == len(before) - 1 else 1", "count", PARTS),
     Edit(
         "nn/sliced_arguments.py",
         "if type(value) in (tuple, list) else ()",

@@ -40,8 +40,10 @@ def _view(call: Call) -> set[Split]:
         while last < len(after) and after[last] == 1:  # of single heads, say
             last += 1
         found = _same_runs(runs // prod(before[:low]), run // inner, after, range(first, last), last)
-        # Single elements of the ranks in turn are meant only where they were runs before, or nothing else is left.
-        return {cut for cut in found if cut.segments[0] > 1 or len(cut.segments) in (1, count)} or found
+        # Single elements of the ranks in turn are meant only where segments of features are seen as heads, one of each,
+        # or nothing else is left.
+        of_each = count if split.dim == len(before) - 1 else 1
+        return {cut for cut in found if cut.segments[0] > 1 or len(cut.segments) in (1, of_each)} or found
     # One element: it lies between the same larger dimensions as before, or was merged into one of them.
     outside = prod(before[: split.dim])
     ones = [dim for dim in range(len(before)) if before[dim] == 1 and prod(before[:dim]) == outside]
