@@ -36,6 +36,8 @@ class Packed(nn.Module):
     def forward(self, x: Tensor, grid: Tensor) -> Tensor:
         lengths = torch.repeat_interleave(grid[:, 1] * grid[:, 2], grid[:, 0])
         ends = F.pad(lengths.cumsum(0), (1, 0))
+        if self.how == "listed":
+            ends = torch.tensor([0, *lengths]).cumsum(0)
         places = torch.cat([torch.arange(h).repeat_interleave(w).repeat(t) for t, h, w in grid.tolist()])
         if self.how == "branches" and (grid[:, 0] > 1).any():
             x = x + 1
@@ -56,8 +58,9 @@ class Packed(nn.Module):
 
 
 @pytest.mark.cpu
-def test_a_model_that_asks_for_sizes_in_its_inputs_is_cut_in_pairs() -> None:
-    plan = tpk.make_plan(Packed(), 2, example_inputs=(X, GRID))
+@pytest.mark.parametrize("how", ["", "listed"])
+def test_a_model_that_asks_for_sizes_in_its_inputs_is_cut_in_pairs(how: str) -> None:
+    plan = tpk.make_plan(Packed(how), 2, example_inputs=(X, GRID))
     assert plan["qkv"].style == Column(segments=(WIDTH,) * 3) and plan["proj"].style == Row() and not plan.notes
 
 

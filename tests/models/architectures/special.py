@@ -291,6 +291,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "pp_doclayout_v2": _HGNET_DETR | {"class_thresholds": [0.5, 0.5], "class_order": [0, 1]},
     "pp_doclayout_v3": _HGNET_DETR | {"x4_feat_dim": 16, "mask_feature_channels": [8, 8]},
     "pp_doclayout_v4": _HGNET_DETR,
+    "qwen3_asr": {"audio_token_id": 92, "audio_config": {"downsample_hidden_size": 8}},
     "qwen3_asr_encoder": {"downsample_hidden_size": 8},
     "qwen4_exp": {"text_config": _QWEN4},
     "qwen4_exp_text": _QWEN4,

@@ -165,6 +165,11 @@ INPUTS: dict[str, dict[str, Any]] = {
         "time_step": ("uniform", (2,)),
     },
     "qwen2_5_omni_talker": {"inputs_embeds": ("float", (2, 7, 32)), "thinker_reply_part": ("float", (2, 3, 32))},
+    "qwen3_asr": {
+        "input_ids": ("words", 20, 92, 13),
+        "input_features": ("float", (2, 16, 100)),
+        "input_features_mask": ("mask", (2, 100)),
+    },
     "qwen3_asr_encoder": {"input_features": ("float", (2, 16, 100)), "input_features_mask": ("mask", (2, 100))},
     "qwen3_omni_moe_talker_code_predictor": {"inputs_embeds": ("float", (2, 3, 32))},
     "reformer": {"input_ids": ("int", (2, 16), 64)},

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -105,12 +106,23 @@ class Answers(TorchDispatchMode):
             raise RuntimeError(f"{self.session.quiet} asks for more than {MOST_ANSWERS} values: a loop without end?")
 
 
+class _Numbers(TorchFunctionMode):
+    """Makes tensors of lists in which scalars are tensors themselves."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.tensor and args and isinstance(args[0], list | tuple):
+            numbers = tree_map_only(FakeTensor, lambda one: one.item() if one.dim() == 0 else one, args[0])
+            args = (numbers, *args[1:])
+        return func(*args, **(kwargs or {}))
+
+
 @contextmanager
 def fake_as_real() -> Iterator[None]:
     """Within it, fake tensors do what torch would do only for real ones.
 
-    A scalar is formatted as its value (``experts[f"expert_{index}"]``).  ``module.to(dtype)`` in a forward leaves the
-    parameters that they are, where torch would swap them and refuses, because they are referred to.
+    A scalar is formatted as its value (``experts[f"expert_{index}"]``), and so it is in a list that a tensor is made of
+    (``torch.tensor([0, *lengths])``).  ``module.to(dtype)`` in a forward leaves the parameters that they are, where
+    torch would swap them and refuses, because they are referred to.
     """
 
     def scalar(tensor: FakeTensor, spec: str) -> str:
@@ -124,7 +136,8 @@ def fake_as_real() -> Iterator[None]:
     FakeTensor.__format__ = scalar  # type: ignore[method-assign, assignment]
     torch.utils.swap_tensors = swap
     try:
-        yield
+        with _Numbers():
+            yield
     finally:
         del FakeTensor.__format__
         torch.utils.swap_tensors = original

@@ -214,7 +214,7 @@ def _run(
     except NotOpaque as error:
         beyond = error.name if error.name in shadow.branching else recording.callers[error.name]
         raise _Close(beyond, error) from error
-    except (CalledOtherwise, Changes):
+    except (CalledOtherwise, Changes, Undecided):
         raise
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         if recording.rest is not None:

@@ -36,7 +36,7 @@ from tpkernels.planning.runs.higher_order_ops import as_op
 from tpkernels.planning.runs.known_values import KnownValues, is_condition
 from tpkernels.planning.runs.module_state import Held, State
 from tpkernels.planning.runs.shadow import Shadow
-from tpkernels.planning.runs.shared_conditions import Alike, Decided, Turns
+from tpkernels.planning.runs.shared_conditions import Alike, Decided, Turns, turn_of
 from tpkernels.planning.runs.tensors import can_require_grad, storage_of, tensors_in, written_by
 from tpkernels.planning.runs.weight_reads import scaled_layer
 
@@ -238,7 +238,7 @@ class Session(TorchDispatchMode):
         """The answer of this run to a condition that all ranks answer alike."""
         number = self.decided_before + len(self.decisions)
         self.before_decision(number, tensors)
-        turn = turns[number % len(turns)] if turns else False
+        turn = turn_of(turns, number)
         self.decisions.append(Decided(tuple(map(self.source, tensors)), turn, truth))
         return turn if truth is None else turn != truth
 

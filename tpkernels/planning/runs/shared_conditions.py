@@ -43,10 +43,22 @@ from tpkernels.planning.runs.tensors import storage_of, written_by
 if TYPE_CHECKING:
     from tpkernels.planning.runs.trace import Recording
 
-__all__ = ["MOST_ENUMERATED", "Alike", "Contradicted", "Decided", "Turns", "Undecided", "check_stretches", "turns_of"]
+__all__ = [
+    "MOST_ENUMERATED",
+    "Alike",
+    "Contradicted",
+    "Decided",
+    "Turns",
+    "Undecided",
+    "check_stretches",
+    "turn_of",
+    "turns_of",
+]
 
 aten = torch.ops.aten
 MOST_ENUMERATED = 3
+MOST_DECIDED = 1000
+"""In one run; a loop that waits for an answer may otherwise never end."""
 
 Turns = tuple[bool, ...]
 """Answers to conditions, in turns; False to all if there is none."""
@@ -95,6 +107,17 @@ class Alike:
             self.add(outputs)
         elif func._schema.is_mutable:
             self._storages -= set(map(storage_of, written_by(func, args, kwargs)))
+
+
+def turn_of(turns: Turns, number: int) -> bool:
+    """The turn that a run takes at condition ``number``.
+
+    Raises:
+        Undecided: it has asked too often.
+    """
+    if number >= MOST_DECIDED:
+        raise Undecided(f"more than {MOST_DECIDED} conditions: a loop without end?")
+    return turns[number % len(turns)] if turns else False
 
 
 def turns_of(conditions: int) -> list[Turns]:
