@@ -91,6 +91,39 @@ def test_dropout_differs_on_parts_and_is_equal_on_what_all_ranks_have(ranks: Poo
     assert first["again"].shape == first["hidden"].shape
 
 
+class Interleaved(nn.Module):
+    """Two pairs that run side by side, each with dropout of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.first, self.last = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = torch.dropout(self.up(x), 0.5, self.training)
+        b = torch.dropout(self.first(x), 0.5, self.training)
+        y: Tensor = self.down(a) + self.last(b)
+        return torch.dropout(y, 0.5, self.training)
+
+
+def drops_side_by_side() -> dict[str, Any]:
+    torch.manual_seed(3)
+    model = Interleaved().double()
+    x = torch.ones(5, 8, dtype=torch.float64)
+    plan = tpk.make_plan(model, tp_mesh(), example_inputs=x)
+    tpk.parallelize(model, tp_mesh(), plan).train()
+    torch.manual_seed(11)
+    y = checkpoint(model, x.requires_grad_(), use_reentrant=False)
+    y.sum().backward()
+    return {"pairs": plan.random, "y": y.detach(), "dx": x.grad, "next": torch.rand(())}
+
+
+def test_ranks_agree_after_pairs_with_dropout_that_interleave(ranks: Pools) -> None:
+    """The second begins within the first and ends behind it."""
+    one, other = ranks(2).run(drops_side_by_side, timeout=LIMIT_S)
+    assert one["pairs"] == (("up", "down"), ("first", "last"))
+    assert all(torch.equal(one[what], other[what]) for what in ("y", "dx", "next"))
+
+
 def drops_compiled() -> tuple[Tensor, Tensor]:
     torch.manual_seed(3)
     model = Dropping(0.5).double()

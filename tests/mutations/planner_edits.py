@@ -179,6 +179,12 @@ PLANNER = (
         f"{HEADS} -k drawn_alike",
     ),
     Edit("sharding/randomness.py", "not (running and fork.shared is not None)", "True", f"{HEADS} -k dropped"),
+    Edit(
+        "sharding/randomness.py",
+        "within[0].shared = self.shared",
+        "pass",
+        "tests/models/test_training.py -k interleave",
+    ),
     Edit("sharding/randomness.py", "outermost.pause()", "outermost = None", f"{HEADS} -k dropped"),
     Edit(
         "planning/replays/replay.py", "both |= self.whole_draws.get", "self.whole_draws.get", f"{HEADS} -k drawn_alike"

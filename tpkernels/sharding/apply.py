@@ -75,7 +75,7 @@ from tpkernels.sharding.batches import compare_batches
 from tpkernels.sharding.block_masks import drop_by_blocks, refuse_draws
 from tpkernels.sharding.fused_norms import fuse_norms
 from tpkernels.sharding.outputs import whole_outputs
-from tpkernels.sharding.randomness import differ_between, leave_on_errors, share_in
+from tpkernels.sharding.randomness import Fork, differ_between, leave_on_errors, share_in
 from tpkernels.sharding.replacements import replacements
 from tpkernels.sharding.replicas import compare_models
 from tpkernels.sharding.same_bits import check_plan, check_styles
@@ -265,7 +265,8 @@ def parallelize(
         if same_bits:
             drop_by_blocks(model, modules, plan.random, tp, same_bits)
         else:
-            forks += [differ_between(opener, closer, modules, tp) for opener, closer in plan.random]
+            begun: list[Fork] = []
+            forks += [differ_between(opener, closer, modules, tp, begun) for opener, closer in plan.random]
             for name in plan.whole_draws:
                 share_in(modules[name], forks)
         leave_on_errors(model, forks)

@@ -26,9 +26,14 @@ SEEDS = 2**62
 
 
 class Fork:
-    """Keeps the shared stream while this rank's own one runs."""
+    """Keeps the shared stream while this rank's own one runs.
 
-    def __init__(self) -> None:
+    ``running``: those of one model that have begun, in that order.  One may begin within another, and end behind it:
+    the last to end returns to what the first one found.
+    """
+
+    def __init__(self, running: list[Fork] | None = None) -> None:
+        self._running: list[Fork] = [] if running is None else running
         self.shared: Tensor | None = None
         self.own: Tensor | None = None
         """This rank's stream, while the shared one runs within."""
@@ -40,6 +45,8 @@ class Fork:
     def enter(self, device: torch.device, rank: int) -> None:
         """Switch to this rank's stream."""
         seed = _mix(int(torch.randint(SEEDS, ())), rank)  # from the CPU's generator, which all ranks have seeded alike
+        self.forget()
+        self._running.append(self)
         self.device = device
         if device.type == "cuda":
             self.shared = torch.cuda.get_rng_state(device)
@@ -53,15 +60,20 @@ class Fork:
         """Switch back to the shared stream."""
         if self.shared is None:
             return
-        if self.device.type == "cuda":
+        within = self._running[self._running.index(self) + 1 :]
+        if within:  # its stream goes on, and the shared one is what this one found
+            within[0].shared = self.shared
+        elif self.device.type == "cuda":
             torch.cuda.set_rng_state(self.shared, self.device)
         else:
             torch.set_rng_state(self.shared)
-        self.shared = self.own = None
+        self.forget()
 
     def forget(self) -> None:
         """Do not switch back any more: checkpointing sets the generator back itself when it stops in the middle."""
         self.shared = self.own = None
+        if self in self._running:
+            self._running.remove(self)
 
     def pause(self) -> None:
         """Switch to the shared stream for a while; :meth:`resume` continues this rank's."""
@@ -82,13 +94,16 @@ class Fork:
         return before
 
 
-def differ_between(opener: str, closer: str, modules: Mapping[str, nn.Module], mesh: DeviceMesh) -> Fork:
+def differ_between(
+    opener: str, closer: str, modules: Mapping[str, nn.Module], mesh: DeviceMesh, begun: list[Fork] | None = None
+) -> Fork:
     """Let each rank draw its own random numbers from the end of ``opener`` to the start of ``closer``, in training.
 
     ``opener`` may be called again in between, within one call of the module around both.  Otherwise it begins anew:
-    activation checkpointing may have stopped before ``closer``, and set the generator back.
+    activation checkpointing may have stopped before ``closer``, and set the generator back.  ``begun`` is one list for
+    all such pairs of a model, which may interleave.
     """
-    fork, running = Fork(), False
+    fork, running = Fork(begun), False
     if mesh.size() == 1:
         return fork
 
