@@ -12,6 +12,18 @@ ROWS = 300
 """Of a table: it has more numbers than all other layers."""
 
 
+class Cache:
+    """Keys and values of all calls."""
+
+    keys: Tensor | None = None
+    values: Tensor | None = None
+
+    def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        self.keys = k if self.keys is None else torch.cat((self.keys, k), 2)
+        self.values = v if self.values is None else torch.cat((self.values, v), 2)
+        return self.keys, self.values
+
+
 class Places(nn.Embedding):
     """A table with code of its own, which makes the numbers of the rows."""
 
@@ -33,8 +45,10 @@ class Apart(nn.Module):
         if how == "turned":
             self.places = Places(ROWS, EACH, _freeze=True)
 
-    def forward(self, x: Tensor, turns: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    def forward(self, x: Tensor, turns: tuple[Tensor, Tensor] | None = None, cache: Cache | None = None) -> Tensor:
         q, k, v = (layer(x).unflatten(-1, (-1, EACH)).transpose(1, 2) for layer in (self.query, self.key, self.value))
+        if cache is not None:
+            k, v = cache.update(k, v)
         if turns is not None:
             q, k = q * turns[0], k + turns[1]
         if self.how == "turned":

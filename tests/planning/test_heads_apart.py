@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import pytest
 import torch
 
 import tpkernels as tpk
-from tests.nn.reference import LIMIT_S
-from tests.planning.by_value import problems
-from tests.planning.heads_apart import HEADS, WIDTH, Apart, Numbered
+from tests.models.compare import differs
+from tests.nn.reference import LIMIT_S, tp_mesh
+from tests.planning.by_value import LIMIT, problems
+from tests.planning.heads_apart import HEADS, WIDTH, Apart, Cache, Numbered
 from tpkernels.errors import UnprovenCallWarning
 from tpkernels.planning.styles import Column, Replicate, Row
 from tpkernels.testing.spawn import Pools
@@ -63,3 +65,26 @@ def by_value(*hows: str) -> list[str]:
 @pytest.mark.gloo
 def test_they_compute_and_train_as_the_unsharded_model(ranks: Pools) -> None:
     assert ranks(2).run(by_value, "kernel", "windows", "turned", timeout=LIMIT_S) == [[], []]
+
+
+def kept() -> list[str]:
+    """What differs in the second call with a cache, or is warned of; and that nobody takes its parts for all heads."""
+    torch.manual_seed(0)
+    plain = Apart("kernel").double().eval()
+    model = tpk.parallelize(copy.deepcopy(plain), tp_mesh(), example_inputs=X.double())
+    caches, found = (Cache(), Cache()), []
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error", UnprovenCallWarning)
+        for x in (torch.randn(2, 5, WIDTH).double(), torch.randn(2, 1, WIDTH).double()):
+            outputs = [net(x, cache=cache) for net, cache in zip((model, plain), caches, strict=True)]
+            found += [problem] if (problem := differs(*outputs, LIMIT)) else []
+    try:
+        found.append(f"keys are read as {caches[0].keys}")
+    except RuntimeError as error:
+        found += [] if "no DTensor describes parts of several runs" in str(error) else [str(error)]
+    return found
+
+
+@pytest.mark.gloo
+def test_a_cache_of_heads_that_are_taken_apart_goes_back_to_the_model(ranks: Pools) -> None:
+    assert ranks(2).run(kept, timeout=LIMIT_S) == [[], []]

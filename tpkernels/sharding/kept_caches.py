@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_leaves
 
 from tpkernels.partition import chunk_sizes, offsets
+from tpkernels.planning.splits import Split
 
 __all__ = ["Kept", "enter", "guard", "kept_by", "leave"]
 
@@ -65,10 +66,11 @@ def _inside() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Kept:
-    """How the attributes of an object are cut over ``mesh``: dimension and whole size, or None where no rule knows."""
+    """How the attributes of an object are cut over ``mesh``: dimension and whole size; this rank's runs, of which ranks
+    have a part each; or None where no rule knows."""
 
     mesh: DeviceMesh
-    cuts: Mapping[str, tuple[int, int] | None]
+    cuts: Mapping[str, tuple[int, int] | Split | None]
 
     def __deepcopy__(self, memo: Any) -> Kept:
         return self
@@ -78,10 +80,11 @@ class Kept:
         if not any(isinstance(leaf, Tensor) and leaf.numel() for leaf in tree_leaves(part)):
             return part  # nothing was kept yet
         cut = self.cuts[name]
-        if cut is None or not isinstance(part, Tensor):
+        if not isinstance(cut, tuple) or not isinstance(part, Tensor):
+            why = "no rule knows how it is cut" if cut is None else "no DTensor describes parts of several runs"
             raise RuntimeError(
-                f"{owner}.{name} holds this rank's part of a tensor, and no rule knows how it is cut: you can pass it "
-                "back to the model, but not read it"
+                f"{owner}.{name} holds this rank's part of a tensor, and {why}: you can pass it back to the model, but "
+                "not read it"
             )
         dim, total = cut
         shape = torch.Size((*part.shape[:dim], total, *part.shape[dim + 1 :]))
@@ -91,7 +94,7 @@ class Kept:
     def part(self, name: str, value: Any) -> Any:
         """What the model is to find for a ``value`` that is assigned from outside."""
         cut = self.cuts[name]
-        if cut is None or not isinstance(value, Tensor) or not value.numel():
+        if not isinstance(cut, tuple) or not isinstance(value, Tensor) or not value.numel():
             return value
         dim, total = cut
         if isinstance(value, DTensor):

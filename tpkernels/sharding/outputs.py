@@ -252,7 +252,7 @@ class _Guard:
         if any(one["paths"] != paths for one in said):
             wrong["the ranks return different things"] = None
         kind = _Kind(outline=nested_tensors.outline(values[2]))
-        keeps: dict[nested_tensors.Path, dict[str, tuple[int, int] | None]] = {}
+        keeps: dict[nested_tensors.Path, dict[str, tuple[int, int] | Split | None]] = {}
         for index, (leaf, _) in enumerate(seen if not wrong else ()):
             self._treat(kind, keeps, wrong, leaf, [one["cuts"][index] for one in said])
         if wrong:
@@ -270,7 +270,8 @@ class _Guard:
         if leaf.holder is not None:
             attribute = leaf.path[len(leaf.holder)][1:]
             is_plain = len(leaf.path) == len(leaf.holder) + 1
-            keeps.setdefault(leaf.holder, {})[attribute] = _as_shard(cut) if cut is not None and is_plain else None
+            rank = self._mesh.get_local_rank()
+            keeps.setdefault(leaf.holder, {})[attribute] = _as_kept(cut, rank) if cut is not None and is_plain else None
         elif isinstance(leaf.tensor, DTensor):
             kind.changes[leaf.path[1:]] = _full
         elif leaf.path[0] != _OUTPUT:
@@ -320,16 +321,16 @@ def _joined(leaf: nested_tensors.Leaf, said: list[list[Any]]) -> _Cut | None:
     ways = [{(dim, len(segments)): tuple(segments) for dim, segments in one} for one in said]
     common = sorted(set(ways[0]).intersection(*ways[1:]))
     if len(common) > 1 and leaf.path[-1] in _CACHED and leaf.tensor.dim() == 4:  # [batch, heads, length, features]
-        common = [way for way in common if way == (1, 1)] or common
+        common = [way for way in common if way == (1, 1)] or [way for way in common if way[0] == 1] or common
     if len(common) != 1:
         return None
     return _Cut(leaf.path, common[0][0], tuple(way[common[0]] for way in ways))
 
 
-def _as_shard(cut: _Cut) -> tuple[int, int] | None:
-    """Dimension and whole size, where DTensor's ``Shard`` cuts alike."""
+def _as_kept(cut: _Cut, rank: int) -> tuple[int, int] | Split | None:
+    """Dimension and whole size, where DTensor's ``Shard`` cuts alike; this rank's runs, where there are several."""
     if any(len(own) != 1 for own in cut.segments):
-        return None
+        return Split(cut.dim, cut.segments[rank])
     sizes = tuple(own[0] for own in cut.segments)
     return (cut.dim, sum(sizes)) if sizes == chunk_sizes(sum(sizes), len(sizes)) else None
 
@@ -342,8 +343,10 @@ def _mark_kept(parts: Parts, values: Any) -> None:
         kept_parts = kept_caches.kept_by(nested_tensors.look(values, leaf.holder))
         if kept_parts is not None and leaf.path[len(leaf.holder)][1:] in kept_parts.cuts:
             cut = kept_parts.cuts[leaf.path[len(leaf.holder)][1:]]
-            known = cut is not None and len(leaf.path) == len(leaf.holder) + 1
-            parts.mark(leaf.tensor, frozenset([_whole_dim(leaf.tensor, cast(Any, cut)[0])]) if known else UNKNOWN)
+            runs = _whole_dim(leaf.tensor, cut[0]) if isinstance(cut, tuple) else cut
+            is_plain = len(leaf.path) == len(leaf.holder) + 1
+            fits = runs is not None and is_plain and sum(runs.segments) == leaf.tensor.shape[runs.dim]
+            parts.mark(leaf.tensor, frozenset([runs]) if runs is not None and fits else UNKNOWN)
 
 
 def _whole_dim(tensor: Tensor, dim: int) -> Split:
