@@ -20,7 +20,7 @@ CONDITIONS = (
     Edit(ALIKE, "elif func._schema.is_mutable:", "elif False:", f"{SHARED} -k parameters_or"),
     Edit(ALIKE, "list(product((False, True), repeat=conditions))", "[(False,) * conditions]", f"{SHARED} -k every"),
     Edit(ALIKE, "(True,), (False, True), (True, False)]", "(True,)]", f"{SHARED} -k of_many"),
-    Edit(ALIKE, "known.setdefault((number, answer), steps) != steps", "False", f"{SHARED} -k change_what"),
+    Edit(ALIKE, "known.setdefault((number, turn), steps) != steps", "False", f"{SHARED} -k change_what"),
     Edit(SESSION, "all(tensor in self.alike for tensor in tensors)", "True", f"{SHARED} -k parameters_or"),
     Edit(OPAQUE, "max(runs.values(), key=lambda run: len(run.layer_rows))", "runs[turns]", f"{SHARED} -k every"),
     Edit(OPAQUE, "if recording.decisions:  # a call", "if False:  # a call", f"{SHARED} -k refuses"),
@@ -28,6 +28,7 @@ CONDITIONS = (
     Edit(STEPS, "self.recording.decisions[number].asked != asked", "False", f"{SHARED} -k another_condition"),
     Edit(SESSION, "turn if truth is None else turn != truth", "turn", f"{KNOWN} -k contradicts"),
     Edit("planning/runs/fake_answers.py", "if func is torch.tensor and", "if False and", f"{KNOWN} -k listed"),
+    Edit(OPAQUE, "raise error.__cause__ from None", "pass", f"{SHARED} -k whatever_is"),
     Edit(OPAQUE, "with suppress(Contradicted):", "with suppress():", f"{KNOWN} -k contradicts"),
     Edit(ALIKE, "and any(one.truth is None for one in run.decisions)", "and False", f"{SHARED} -k mixed"),
     Edit(
