@@ -11,6 +11,7 @@ from torch import nn
 pytest.importorskip("transformers", reason="the package transformers is missing: pip install transformers")
 
 from benchmarks.default_sizes import CHANGES, published_bytes
+from benchmarks.looked_up import tables
 from benchmarks.plan_shares import output_heads, told
 from tests.models.architectures import compare
 from tests.models.architectures.catalogue import architectures
@@ -175,3 +176,37 @@ def test_output_heads_are_no_part_of_the_body_whatever_they_are_called() -> None
     assert {name for name, one in model.named_modules() if id(one) in output_heads(model)} == {
         "named", "lm_heads", "lm_heads.0"
     }  # fmt: skip
+
+
+@pytest.mark.cpu
+def test_a_layer_that_is_declared_to_be_tied_to_a_table_is_an_output_head() -> None:
+    model = nn.ModuleDict({"table": nn.Embedding(8, 4), "out": nn.Linear(4, 8), "last": nn.Linear(4, 8)})
+    model._tied_weights_keys = {"out.weight": "table.weight", "last.weight": "out.weight"}  # type: ignore[assignment]
+    assert {name for name, one in model.named_modules() if id(one) in output_heads(model)} == {"out"}
+
+
+class Positions(nn.Module):
+    """Parameters that are added, and others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = {"added": (1, 4, 8), "picked": (9, 8), "resized": (1, 8, 2, 2), "beside": (1, 2, 8), "once": (9, 8)}
+        shapes |= {"bias": (8,), "gain": (4, 8), "weight": (8, 8), "both": (8, 8)}
+        self.tables = nn.ParameterDict({name: nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()})
+
+    def forward(self, x: torch.Tensor, *, other: bool = False) -> torch.Tensor:
+        one = self.tables
+        x = x + one["added"] + 2 * one["picked"][torch.arange(4)] + one["bias"]
+        x = x + nn.functional.interpolate(one["resized"], size=(1, 4), mode="bicubic").flatten(2).transpose(1, 2)
+        x = x * one["gain"] @ one["weight"] + one["both"][:4]
+        x = torch.cat([x, one["beside"].expand(len(x), -1, -1)], 1)
+        return x @ one["both"] if other else x
+
+
+@pytest.mark.cpu
+def test_parameters_whose_rows_are_looked_up_and_added_are_tables() -> None:
+    x = torch.randn(2, 4, 8)
+    calls = [("wrong", {}), ("one", {"x": x}), ("other", {"x": x, "other": True})]
+    expected = {f"tables.{name}" for name in ("added", "picked", "resized", "beside")}
+    assert tables(Positions(), calls) == expected
+    assert tables(Positions(), calls[:2]) == expected | {"tables.both"}, "as far as its calls show"

@@ -28,6 +28,7 @@ CONDITIONS = (
     Edit(STEPS, "self.recording.decisions[number].asked != asked", "False", f"{SHARED} -k another_condition"),
     Edit(SESSION, "turn if truth is None else turn != truth", "turn", f"{KNOWN} -k contradicts"),
     Edit("planning/runs/fake_answers.py", "if func is torch.tensor and", "if False and", f"{KNOWN} -k listed"),
+    Edit(OPAQUE, "raise error.__cause__ from None", "pass", f"{SHARED} -k whatever_is"),
     Edit(OPAQUE, "with suppress(Contradicted):", "with suppress():", f"{KNOWN} -k contradicts"),
     Edit(ALIKE, "and any(one.truth is None for one in run.decisions)", "and False", f"{SHARED} -k mixed"),
     Edit(

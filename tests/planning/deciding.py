@@ -68,6 +68,8 @@ class Padded(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         padding = ids.eq(0)
+        if self.how == "two" and (padding.any() or ids.dim() > 2):
+            raise ValueError("the model refuses these")
         if self.how == "refuses" and ids.ge(11).any():
             raise ValueError("no such word")
         x = self.words(ids)

@@ -108,7 +108,7 @@ def test_a_model_that_cannot_be_traced_is_planned_layer_by_layer_and_says_so() -
             self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
 
         def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.down(self.up(x).relu()) if x.sum() > 0 else x
+            y: Tensor = self.down(self.up(x).relu()) if x.sum().item() > 0 else x
             return y
 
     plan = tpk.make_plan(Moody(), 2)
@@ -127,7 +127,7 @@ def test_without_data_flow_nobody_is_believed_who_recommends_a_cut(name: str) ->
 
         class Moody(type(one)):  # type: ignore[misc]
             def forward(self, input_ids: Tensor, **given: Any) -> Any:
-                return super().forward(input_ids if input_ids.sum() >= 0 else -input_ids, **given)
+                return super().forward(input_ids if input_ids.sum().item() >= 0 else -input_ids, **given)
 
         one.__class__ = Moody
     plan = tpk.make_plan(model, 2)
@@ -147,7 +147,7 @@ class ReadsWeights(nn.Module):
         self.read, self.called = nn.Linear(6, 12), nn.Linear(12, 6)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.called(nn.functional.linear(x if x.sum() > 0 else -x, self.read.weight))
+        y: Tensor = self.called(nn.functional.linear(x if x.sum().item() > 0 else -x, self.read.weight))
         return y
 
 

@@ -94,6 +94,14 @@ def test_an_answer_that_the_model_refuses_leaves_the_condition_to_its_module() -
 
 
 @pytest.mark.cpu
+def test_a_call_that_raises_whatever_is_answered_leaves_the_conditions_to_the_next_one() -> None:
+    model = Padded("two")
+    observation = Observation(model, X.to("meta"))
+    assert "refuses these" in observation.problem
+    assert observation.shadow is not None and observation.shadow.decides and not observation.shadow.opaque
+
+
+@pytest.mark.cpu
 def test_of_many_conditions_none_is_left_out_where_some_are_mixed_with_what_numbers_tell() -> None:
     model = Dropped(5, "mixed")
     observation = Observation(model, (X, torch.tensor([3, 5, 8])))

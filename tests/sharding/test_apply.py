@@ -360,7 +360,7 @@ class Undecided(nn.Module):
         self.up = nn.Linear(6, 12)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.up(x) if x.sum() > 0 else x.repeat(1, 2)
+        y: Tensor = self.up(x) if x.sum().item() > 0 else x.repeat(1, 2)
         return y
 
 

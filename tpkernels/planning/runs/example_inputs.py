@@ -68,7 +68,7 @@ class Observation:
         self.refused_experts: dict[str, str] = {}
         """Modules that look like experts, and why they stay whole."""
         self._asking: set[Any] = set()
-        """Which modules asked for values (:attr:`Shadow.asking`) at the end of each run that was recorded."""
+        """What modules were known to ask for at the end of each run that was recorded; all runs must know the same."""
         self.needs_values = False
         """It could not be recorded because it asks for the values of tensors, whatever the inputs are."""
         given = [] if example_inputs is None else as_calls(example_inputs)
@@ -104,13 +104,12 @@ class Observation:
         except Exception as error:  # noqa: BLE001 - copying runs the code of whatever the model holds
             self.problem = f"the model cannot be copied ({type(error).__name__}: {_first_line(error)})"
             return
-        self._asking = {None}
-        while self._asking - {
-            (self.shadow.asking, self.shadow.decides)
-        }:  # what one run made opaque changes those before it
+        while True:
             self.examples, self.calls, self._asking = [], {}, set()
             self.recording, self.note = None, ""
             self._record_all(self.shadow, model, given, guesses, sizes)
+            if self._asking <= {(self.shadow.asking, self.shadow.decides)}:  # else a run has changed those before it
+                break
 
     def _record_all(
         self,
@@ -144,7 +143,7 @@ class Observation:
         for method, calls in towers(model, sizes):
             if method == "get_image_features" or self._not_called(shadow):
                 any(self._record(shadow, Example(method, *shadow.fake_inputs((), kwargs))) for kwargs in calls)
-        others = [((), kwargs) for kwargs in other_ways(model, sizes, first[1])]
+        others: list[Call] = [((), kwargs) for kwargs in other_ways(model, sizes, first[1])] if not first[0] else []
         others += [guess for guess in guesses if guess[1].keys() - first[1].keys()][:MOST_GUESSES]
         for guess in others:
             if not self._not_called(shadow):

@@ -109,19 +109,33 @@ def _with_all_answers(shadow: Shadow, call: Example, after: Recording | None) ->
     Raises:
         Undecided: some answers do not show what the model does.
     """
-    runs: dict[Turns, Recording] = {}
-    asked = -1
-    while (most := max((len(run.decisions) for run in runs.values()), default=0)) > asked:
+    runs = {(): _first_answered(shadow, call, after)}
+    asked = 0
+    while (most := max(len(run.decisions) for run in runs.values())) > asked:
         asked, runs = most, {}
         for turns in turns_of(asked):
             with suppress(Contradicted):
-                runs[turns] = _agreed(shadow, call, after, turns if shadow.decides else None)
+                runs[turns] = _agreed(shadow, call, after, turns)
     if asked > MOST_ENUMERATED:
         check_stretches(runs)
     every = [(run, _on_other_paths(shadow, call, run)) for run in runs.values()]
     first = max(runs.values(), key=lambda run: len(run.layer_rows))
     first.others = [one for run, others in every for one in (run, *others) if one is not first]
     return first
+
+
+def _first_answered(shadow: Shadow, call: Example, after: Recording | None) -> Recording:
+    """The recording with False for every answer; a call that raises whatever is answered is a wrong one."""
+    try:
+        return _agreed(shadow, call, after, () if shadow.decides else None)
+    except Undecided as error:
+        if error.__cause__ is None:
+            raise
+        try:
+            _agreed(shadow, call, after, (True,))
+        except Undecided:
+            raise error.__cause__ from None
+        raise
 
 
 def _agreed(shadow: Shadow, call: Example, after: Recording | None, turns: Turns | None) -> Recording:
