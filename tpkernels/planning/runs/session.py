@@ -83,9 +83,8 @@ class Scope:
     trained: bool = False
     """Whether somebody wants the gradient of a tensor among its arguments."""
     changes: int = 0
-    """How many attributes of modules the run had changed before,"""
     decided: int = 0
-    """and how many conditions it had answered by its turns."""
+    """How many attributes of modules the run had changed before, and how many conditions it had answered by its turns."""
 
 
 class Session(TorchDispatchMode):
@@ -119,9 +118,8 @@ class Session(TorchDispatchMode):
         """Modules that are being called, the innermost last."""
         self.alike = Alike()
         self.turns: Turns | None = None
-        """Answers to conditions that all ranks answer alike (``shared_conditions.py``); None: modules ask for them,"""
         self.decided_before = 0
-        """and how many were answered before this run begins."""
+        """Answers to conditions that all ranks answer alike (None: modules ask), and how many this run begins behind."""
         self.decisions: list[Decided] = []
         self.paths: tuple[Path, ...] = ((),)
         """That calls of branching modules take, in turns,"""
