@@ -84,7 +84,7 @@ class Scope:
     """Whether somebody wants the gradient of a tensor among its arguments."""
     changes: int = 0
     decided: int = 0
-    """How many attributes of modules the run had changed before, and how many conditions it had answered by its turns."""
+    """How many attributes of modules the run had changed before, and conditions it had answered by its turns."""
 
 
 class Session(TorchDispatchMode):
@@ -119,7 +119,7 @@ class Session(TorchDispatchMode):
         self.alike = Alike()
         self.turns: Turns | None = None
         self.decided_before = 0
-        """Answers to conditions that all ranks answer alike (None: modules ask), and how many this run begins behind."""
+        """Answers to conditions that all ranks answer alike (None: modules ask), and how many came before."""
         self.decisions: list[Decided] = []
         self.paths: tuple[Path, ...] = ((),)
         """That calls of branching modules take, in turns,"""
