@@ -67,8 +67,8 @@ def is_pointwise(func: Any) -> bool:
 def crossed(func: Any, packet: Any, cuts: Sequence[Split | None]) -> bool:
     """Whether the result is :data:`~tpkernels.planning.splits.CROSSED`, for arguments that are cut so.
 
-    It is where elementwise code goes on with what is.  No other may, so that no loss is made of it, which code could
-    keep where the run does not look.
+    The product of parts between all rows of one and all columns of the other is, and what elementwise code makes of it.
+    No other op may take it: so no loss is made of it, which code could keep where the run does not look.
     """
     if packet is aten.bmm and [cut.dim for cut in cuts if cut is not None] == [1, 2]:
         return True
