@@ -28,6 +28,7 @@ CONDITIONS = (
     Edit(SESSION, "turn if truth is None else turn != truth", "turn", f"{KNOWN} -k contradicts"),
     Edit("planning/runs/fake_answers.py", "if func is torch.tensor and", "if False and", f"{KNOWN} -k listed"),
     Edit(OPAQUE, "raise error.__cause__ from None", "pass  # wrong", f"{SHARED} -k whatever_is"),
+    Edit(FLOW, "if self._splits:  # of the residual", "if False:", f"{SHARED} -k along_the_sequence"),
     Edit(OPAQUE, "with suppress(Contradicted):", "with suppress():", f"{KNOWN} -k contradicts"),
     Edit(ALIKE, "and any(one.truth is None for one in run.decisions)", "and False", f"{SHARED} -k mixed"),
     Edit(
