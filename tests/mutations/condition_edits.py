@@ -24,11 +24,11 @@ CONDITIONS = (
     Edit(SESSION, "all(tensor in self.alike for tensor in tensors)", "True", f"{SHARED} -k parameters_or"),
     Edit(OPAQUE, "max(runs.values(), key=lambda run: len(run.layer_rows))", "runs[turns]", f"{SHARED} -k every"),
     Edit(OPAQUE, "if recording.decisions:  # a call", "if False:  # a call", f"{SHARED} -k refuses"),
-    Edit(TRACE, "changes=len(self.changes), decided=decided", "changes=len(self.changes)", f"{SHARED} -k skipped_or"),
     Edit(STEPS, "self.recording.decisions[number].asked != asked", "False", f"{SHARED} -k another_condition"),
     Edit(SESSION, "turn if truth is None else turn != truth", "turn", f"{KNOWN} -k contradicts"),
     Edit("planning/runs/fake_answers.py", "if func is torch.tensor and", "if False and", f"{KNOWN} -k listed"),
-    Edit(OPAQUE, "raise error.__cause__ from None", "pass", f"{SHARED} -k whatever_is"),
+    Edit(OPAQUE, "raise error.__cause__ from None", "pass  # wrong", f"{SHARED} -k whatever_is"),
+    Edit(FLOW, "if self._splits:  # of the residual", "if False:", f"{SHARED} -k along_the_sequence"),
     Edit(OPAQUE, "with suppress(Contradicted):", "with suppress():", f"{KNOWN} -k contradicts"),
     Edit(ALIKE, "and any(one.truth is None for one in run.decisions)", "and False", f"{SHARED} -k mixed"),
     Edit(

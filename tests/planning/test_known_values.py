@@ -45,7 +45,8 @@ class Packed(nn.Module):
             x = x + 1
         if self.how == "both" and (torch.arange(2) + grid[0, :2])[0] > 1:
             x = x + 1
-        if self.how == "fills" and ends[-1] != len(x):  # what is left of the last window of Qwen3-ASR
+        filled = ends[-1] == len(x)
+        if self.how == "fills" and not filled:  # what is left of the last window of Qwen3-ASR
             places = places[: len(places) - 1]
         if self.how == "writes":
             ends[1:] = ends[1:] * 1

@@ -74,6 +74,16 @@ def test_a_condition_that_parameters_or_activations_go_into_is_that_of_its_modul
 
 
 @pytest.mark.cpu
+@pytest.mark.parametrize("how", ["skips", "before"])
+@pytest.mark.parametrize("count", [2, 5])
+def test_no_residual_is_cut_along_the_sequence_over_a_condition(count: int, how: str) -> None:
+    plan = tpk.make_plan(Dropped(count, how), 2, sequence_parallel=True, example_inputs=X)
+    assert all(are_pairs(plan, "layers.0", "layers.1"))
+    (note,) = plan.notes
+    assert "the residual of layers is not cut along the sequence" in note
+
+
+@pytest.mark.cpu
 def test_a_rank_that_would_ask_another_condition_is_refused() -> None:
     plan = tpk.make_plan(Chooses(), 2, example_inputs=(X, torch.tensor(True), torch.tensor(True)))
     assert (plan["up"].style, plan["down"].style) != (Column(), Row())

@@ -321,6 +321,10 @@ class _Flow(Session):
         if any(id(tensor) in self._splits for tensor in tensors):
             raise Unproven("a module that needs values of tensors reads a part of the sequence")
 
+    def before_decision(self, number: int, tensors: list[Tensor]) -> None:
+        if self._splits:  # of the residual
+            raise Unproven("a condition is asked while a rank has a part of the residual")
+
     def before_rest(self, rest: Rest, tensors: list[Tensor]) -> None:
         self.rest_gives(rest, tensors)
 
