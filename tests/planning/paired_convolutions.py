@@ -118,16 +118,18 @@ def size_of(module: nn.Module) -> Tensor:
 class Streaming(nn.Module):
     """Convolutions within code of their own, the one of each channel by itself, too."""
 
-    def __init__(self, *, mixes: bool = False, reads: bool = False) -> None:
+    def __init__(self, *, halves: bool = False, mixes: bool = False, reads: bool = False) -> None:
         super().__init__()
-        self.first, self.depthwise, self.second = Causal(3, 7, 3), Causal(7, 7, 2, groups=7), Causal(7, 4, 2)
+        self.first, self.act = Causal(3, 14 if halves else 7, 3), nn.GLU(1) if halves else nn.ReLU()
+        self.depthwise, self.second = Causal(7, 7, 2, groups=7), Causal(14 if halves else 7, 4, 2)
         self.first.mixes, self.second.reads = mixes, reads
 
     def forward(self, x: Tensor, turned: bool = False) -> Tensor:
         x = x.flatten(2)
         mask = x[:, :1] == x[:, :1]
         x, mask_of_x = self.first(x, mask=mask)
-        x, _ = self.depthwise(x.relu())
+        x, _ = self.depthwise(self.act(x))
+        x = torch.cat((x, -x), 1) if self.second.in_channels == 14 else x
         y, _ = self.second(x.flip(1) if turned else x.relu(), mask_of_x)
         return y
 
@@ -342,7 +344,7 @@ CUT: dict[str, Callable[[], nn.Module]] = {
     "halves of both": lambda: OtherGates(nn.ReLU()),
     "frozen": lambda: nn.Sequential(conv(3, 7), Frozen(7), nn.ReLU(), conv(7, 4)),
     "snake": snake, "in three": Taken,
-    "own code": Streaming,
+    "own code": Streaming, "own code of halves": lambda: Streaming(halves=True),
     "slope": lambda: nn.Sequential(conv(3, 7), nn.PReLU(), conv(7, 4)),
     "gated rows": lambda: nn.Sequential(conv(3, 7), nn.GLU(2), conv(7, 4)),
 }  # fmt: skip

@@ -36,7 +36,9 @@ PAIRS = {
     "three dimensions": ("1 4", "2"), "head": ("0", "1"),
     "conformer": ("1.expand 1.project 2.expand 2.project", "1.depthwise 1.norm 2.depthwise 2.norm"),
     "layer norm": ("1.expand 1.project", "1.depthwise"), "in three": ("first second", ""), "gated rows": ("0 2", ""),
-    "frozen": ("0 3", "1"), "own code": ("first second", "depthwise"), "slope": ("0 2", ""),
+    "frozen": ("0 3", "1"), "own code": ("first second", "depthwise"),
+    "own code of halves": ("first second", "depthwise"),
+    "slope": ("0 2", ""),
     "snake": ("2.layers.1 2.layers.3 3.layers.1 3.layers.3", "2.layers.2 3.layers.2"),
 }  # fmt: skip
 """By model: the convolutions that are cut in pairs, and what is cut between them."""
@@ -274,6 +276,8 @@ def by_hand() -> list[str]:
         for one in (module, fresh):
             torch.manual_seed(4)
             one.reset_parameters()
+    with pytest.raises(ValueError, match="whose own code around torch's forward would meet one rank's part"):
+        tpk.parallelize(made("own code"), tp_mesh(), {"first": GIVES, "second": TAKES})
     assert "shards=" in repr(model[0]) and "shards=" in repr(model[2])  # type: ignore[index]
     with pytest.raises(ValueError, match="spatial dimensions behind"):
         model[2](torch.zeros(2, 7, 8, 8).double())  # type: ignore[index]
@@ -338,6 +342,7 @@ def test_values_gradients_and_buffers_are_those_of_the_whole_model(ranks: Pools,
             "snake",
             "frozen",
             "own code",
+            "own code of halves",
             "slope",
         ]
     )
