@@ -109,7 +109,7 @@ def _with_all_answers(shadow: Shadow, call: Example, after: Recording | None) ->
     Raises:
         Undecided: some answers do not show what the model does.
     """
-    runs = {(): _first_answered(shadow, call, after)}
+    runs: dict[Turns, Recording] = {(): _first_answered(shadow, call, after)}
     asked = 0
     while (most := max(len(run.decisions) for run in runs.values())) > asked:
         asked, runs = most, {}
