@@ -199,7 +199,7 @@ PLANNER = (
         "_blocks_without(one, shared) > 2",
         f"{ALONE} -k every_block",
     ),
-    Edit("planning/runs/known_values.py", "id(tensor) in self._given or not", "not", f"{VALUES} -k nobody_gave"),
+    Edit("planning/runs/known_values.py", "id(tensor) in self._given or not", "not", f"{VALUES} -k both_ways"),
     Edit(
         "planning/runs/known_values.py",
         "module._non_persistent_buffers_set:",
