@@ -13,7 +13,7 @@ import functools
 import logging
 import threading
 import types
-from collections.abc import Callable, Collection, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Set
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -83,6 +83,10 @@ class Shadow:
     """Those over all channels."""
     by_channel: Collection[str] = frozenset()
     """What works on each channel by itself."""
+    around: Set[str] = frozenset()
+    """Convolutions within code of their own, which runs around what reports the call;"""
+    convolving: str | None = None
+    """what is being called of these and of all that works by channels."""
     branching: Collection[str] = frozenset()
     """Modules that branch on a condition of tensors."""
     decides = True
@@ -122,10 +126,6 @@ class Shadow:
             for name, module in self.modules.items() if (channels := channels_of(module)) is not None
         }  # fmt: skip
         self.by_channel = {name for name, module in self.modules.items() if works_by_channel(module)}
-        self.around: set[str] = set()
-        """Convolutions within code of their own, which runs around what reports the call;"""
-        self.convolving: str | None = None
-        """what is being called of these and of all that works by channels."""
         self.owners: dict[int, str] = {}
         """Layers by the ids of their parameters."""
         self.asked: set[str] = set()
@@ -371,7 +371,7 @@ class Shadow:
         if base is None:
             module.forward = self._by_channels(name, module, module.forward)
             return
-        self.around.add(name)
+        self.around |= {name}
         module.reports = self._by_channels(name, module, functools.partial(base.forward, module))
         module.__class__ = rebased(type(module), base, REPORTING[base])
 
