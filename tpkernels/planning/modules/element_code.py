@@ -8,7 +8,8 @@ and backward, what it gives for them among all others.  A function that does not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import prod
 from typing import Any
 
@@ -27,14 +28,21 @@ SCALES = 1e-3, 1.0, 1e3
 MARGIN = 1e-12
 
 
-def works_on_elements(apply: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether ``apply`` does so with arguments as these; tensors among them stand for numbers of any kind."""
-    count = sum(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs)))
+@contextmanager
+def _on_numbers() -> Iterator[None]:
+    """Within it, functions run on real tensors, with gradients and random numbers of their own."""
     with (
         _disable_current_modes(), torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.enable_grad(),
         torch.random.fork_rng(devices=[]),
     ):  # fmt: skip
         torch.manual_seed(0)
+        yield
+
+
+def works_on_elements(apply: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether ``apply`` does so with arguments as these; tensors among them stand for numbers of any kind."""
+    count = sum(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs)))
+    with _on_numbers():
         for scale in SCALES:
             given = [scale * torch.randn(SHAPE, dtype=torch.float64) for _ in range(count + 1)]
             picked = torch.randperm(given[0].numel())[:SOME]
@@ -61,11 +69,7 @@ def works_on_slices(
     shapes = [_with_slices(one.shape, dim) for one, dim in zip(like, cuts, strict=True)]
     if max(map(prod, shapes), default=0) > LARGEST:
         return False
-    with (
-        _disable_current_modes(), torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.enable_grad(),
-        torch.random.fork_rng(devices=[]),
-    ):  # fmt: skip
-        torch.manual_seed(0)
+    with _on_numbers():
         for scale in SCALES:
             given = [_sample(one, shape, scale) for one, shape in zip(like, shapes, strict=True)]
             try:
