@@ -19,7 +19,7 @@ SHARDS = ((17, 0, 37), (20, 33), (5, 40, 1, 18))
 def run(interpreter: Interpreter, world: worlds.World) -> None:
     world.folder.mkdir()
     worlds.Memory(world)  # the files exist before any rank maps them
-    interpreter.run_all("world.run_rank", [(world, rank) for rank in range(len(world.shards))], timeout=300)
+    interpreter.run_all("world.run_rank", [(world, rank) for rank in range(len(world.shards))])
 
 
 @pytest.mark.full("tests/backends/test_symmetric.py interprets these kernels on ranks, too")
