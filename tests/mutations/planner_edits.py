@@ -20,6 +20,7 @@ MERGED = "tests/integrations/transformers/test_peft.py -k alone"
 ALONE, VALUES = "tests/planning/test_why_alone.py", "tests/planning/test_known_values.py"
 FOLLOWED, STATE = "tests/planning/test_followed.py", "tests/planning/test_module_state.py"
 PICKING = "planning/replays/picking_rules.py"
+STATISTICS = "tests/planning/test_part_statistics.py"
 RESPONSE = "tests/planning/test_response_norm.py"
 APART = "tests/planning/test_heads_apart.py -m cpu"
 CROSSED = "tests/planning/test_crossed_heads.py -m cpu"
@@ -248,6 +249,29 @@ PLANNER = (
     Edit("nn/part_norm.py", "variances + (means - mean).square()", "variances", TRAINED),
     Edit("nn/part_norm.py", "(moments, mesh)", "(moments, mesh, replicated_grad=True)", TRAINED),
     Edit("sharding/part_tracking.py", 'name == "all_gather" and not args[4]', "False", TRAINED),
+    Edit(
+        "nn/part_statistics.py",
+        "copy_to_group(all_reduce(x.sum(-1, keepdim=True), mesh), mesh)",
+        "all_reduce(x.sum(-1, keepdim=True), mesh)",
+        f"{STATISTICS} -k values",
+    ),
+    Edit("nn/part_statistics.py", "variances + (means - joined).square()", "variances", f"{STATISTICS} -k values"),
+    Edit(
+        "nn/part_statistics.py",
+        "means.new_tensor(sizes)",
+        "means.new_full((len(sizes),), features / len(sizes))",
+        f"{STATISTICS} -k values",
+    ),
+    Edit("nn/part_statistics.py", "(features - statistic.correction)", "features", f"{STATISTICS} -k values"),
+    Edit(
+        "nn/part_statistics.py", "torch.where(spread, variance, 1).sqrt()", "variance.sqrt()", f"{STATISTICS} -k values"
+    ),
+    Edit("nn/part_statistics.py", "len(dims) == 1", "True", f"{STATISTICS} -k only_statistics"),
+    Edit("planning/replays/statistic_steps.py", "return around and", "return", f"{STATISTICS} -k module"),
+    Edit("planning/replays/statistic_steps.py", "one_piece and not degrees()", "one_piece", f"{STATISTICS} -k blocks"),
+    Edit("planning/replays/statistic_steps.py", "self._summed.add(id(out))", "pass", f"{STATISTICS} -k of_all_ranks"),
+    Edit("planning/replays/statistic_steps.py", ".intersection(sizes)", ".intersection(())", f"{STATISTICS} -k half"),
+    Edit("planning/runs/row_counts.py", "else 2 * world_size", "else 2", f"{STATISTICS} -k of_all_ranks"),
     Edit(
         "planning/runs/weight_reads.py",
         'f_globals["__name__"].split(".")[0] != "torch"',

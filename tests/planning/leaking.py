@@ -41,8 +41,8 @@ class Leaking(nn.Module):
         h = self.up(x)
         if self.how == "softmax":
             h = h.softmax(-1)
-        elif self.how == "mean":
-            h = h - h.mean(-1, keepdim=True)
+        elif self.how == "sum":
+            h = h - h.sum(-1, keepdim=True)
         elif self.how == "roll":
             h = h.roll(1, -1)
         elif self.how == "residual":

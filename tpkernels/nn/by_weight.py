@@ -12,16 +12,15 @@ another bias than that, and every other use of a weight, is left alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, wraps
-from typing import Any, cast
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["WeightCalls", "call_by_weight"]
+from tpkernels.nn.function_modes import run_within
 
-_LAYERS = "_tpkernels_called_by_weight"
+__all__ = ["WeightCalls", "call_by_weight"]
 
 
 class WeightCalls(TorchFunctionMode):
@@ -59,19 +58,4 @@ def _operands(input: Any, weight: Any, bias: Tensor | None = None) -> tuple[Any,
 def call_by_weight(readers: Mapping[str, Sequence[str]], modules: Mapping[str, nn.Module]) -> None:
     """Let the code of each of ``readers`` call its layers where it multiplies by their weights, from now on."""
     for name, layers in readers.items():
-        module: Any = modules[name]
-        module.__dict__[_LAYERS] = [
-            modules[layer] for layer in layers
-        ]  # no submodules; a copy of the model has its own
-        module.__class__ = _calling(type(module))  # type: ignore[arg-type]
-
-
-@lru_cache(maxsize=256)
-def _calling(cls: type[nn.Module]) -> type[nn.Module]:
-    @wraps(cls.forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with WeightCalls(self.__dict__[_LAYERS]):
-            return cls.forward(self, *args, **kwargs)
-
-    members = {"forward": forward, "__module__": cls.__module__, "__doc__": cls.__doc__}
-    return cast("type[nn.Module]", type(cls.__name__, (cls,), members | {"__qualname__": cls.__qualname__}))
+        run_within(modules[name], WeightCalls, [modules[layer] for layer in layers])

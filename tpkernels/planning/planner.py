@@ -40,7 +40,7 @@ from tpkernels.planning.replays.replay import Role
 from tpkernels.planning.replays.sequence_flow import Stream, follow
 from tpkernels.planning.runs.example_inputs import Observation, observe
 from tpkernels.planning.runs.layer_groups import SMALL_GROUP
-from tpkernels.planning.runs.row_counts import count_rows, elements_in, untrained_in
+from tpkernels.planning.runs.row_counts import bytes_of_statistics, count_rows, elements_in, untrained_in
 from tpkernels.planning.runs.trace_leaks import nothing_left
 from tpkernels.planning.runs.weight_reads import called_by_weight
 from tpkernels.planning.splits import degrees, divisor, for_degrees
@@ -205,7 +205,11 @@ class _Planner:
             example="" if self.observation is None else self.observation.told(self.model),
         )
         strategy = "rules" if self.observation is None else "auto"
-        return replace(plan, by_weight=called_by_weight(seen, styles), strategy=strategy)
+        statistics = self.decision.statistics
+        return replace(
+            plan, by_weight=called_by_weight(seen, styles), strategy=strategy, statistics=statistics,
+            statistic_bytes=bytes_of_statistics(firsts, statistics, self.world_size),
+        )  # fmt: skip
 
     def _check_captured(self) -> None:
         """Refuse code that keeps parameters outside of modules: it would go on with the old, untrained ones."""

@@ -32,6 +32,7 @@ from tpkernels.nn.multihead import ParallelMultiheadAttention, why_not_parallel
 from tpkernels.nn.paired_convolution import pair_channels
 from tpkernels.nn.parameters import check_unit, tp_mesh
 from tpkernels.nn.part_norm import part_norm
+from tpkernels.nn.part_statistics import take_over_parts
 from tpkernels.nn.replicated import replicate_parameters
 from tpkernels.nn.retired import retires_parameters
 from tpkernels.nn.same_weights import compared
@@ -255,6 +256,7 @@ def parallelize(
         for name, cuts in plan.cut_arguments.items():
             slice_arguments(modules[name], cuts, tp)
         call_by_weight(plan.by_weight, modules)
+        take_over_parts(plan.statistics, modules, tp)
         for feeder in {id(modules[name]): modules[name] for name, style in styles.items()
                        if isinstance(style, Column | Row | Replicate) and style.summed_gradient}.values():  # fmt: skip
             sum_output_gradient(feeder, tp)

@@ -27,13 +27,14 @@ __all__ = ["STRATEGIES", "Entry", "ParameterCut", "ShardingPlan"]
 
 NO_DATA_FLOW = "no data flow: "
 """How the note of a plan begins that was made without."""
-FORMAT, VERSION = "tpkernels.ShardingPlan", 7
+FORMAT, VERSION = "tpkernels.ShardingPlan", 8
 STRATEGIES = ("auto", "rules")
-_ADDED: dict[int, dict[str, Any]] = {
-    6: {"strategy": "auto"},
-    5: {"strategy": "auto", "by_weight": {}},
-    4: {"strategy": "auto", "by_weight": {}, "arguments": {}},
-    3: {"strategy": "auto", "by_weight": {}, "arguments": {}, "fused": [], "unfused": [], "example": ""},
+_NEW_IN: dict[int, dict[str, Any]] = {
+    8: {"statistics": {}, "statistic_bytes": 0},
+    7: {"strategy": "auto"},
+    6: {"by_weight": {}},
+    5: {"arguments": {}},
+    4: {"fused": [], "unfused": [], "example": ""},
 }
 """What plans of earlier versions lack, and what they have of it; they do not say by which strategy they were made."""
 # No size, and no number of elements or bytes, is as large.
@@ -127,6 +128,10 @@ class ShardingPlan:
     """Arguments of modules (``attention.alibi``) of which each rank takes its heads' part: dimension, and all heads."""
     by_weight: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Modules whose code multiplies by weights of layers itself (``F.linear(x, self.qkv.weight)``), and the layers."""
+    statistics: Mapping[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    """Modules whose code takes a mean or a spread over features that are cut: how many there are, and on each rank."""
+    statistic_bytes: int = 0
+    """Sent by one rank for these in a forward and a backward pass over the example."""
     strategy: str = "auto"
     """By which :func:`make_plan` found it: "auto" or "rules"."""
 
@@ -163,7 +168,7 @@ class ShardingPlan:
     @property
     def wire_bytes(self) -> int:
         """Bytes that one rank sends in a forward and a backward pass over the example, on average over the ranks."""
-        return (self.residual_bytes or 0) + sum(entry.wire_bytes or 0 for entry in self.entries)
+        return (self.residual_bytes or 0) + self.statistic_bytes + sum(entry.wire_bytes or 0 for entry in self.entries)
 
     @property
     def fallback(self) -> str:
@@ -210,6 +215,7 @@ class ShardingPlan:
         others = (
             *self.cut_arguments,
             *self.whole_draws,
+            *self.statistics,
             *(one for name, read in self.by_weight.items() for one in (name, *read)),
         )
         wrong += [f"there is no module {name!r}" for name in others if name not in modules]
@@ -243,13 +249,14 @@ class ShardingPlan:
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             raise ValueError(f'a sharding plan must say "format": {FORMAT!r}')
         version = document.get("version")
-        if version not in (VERSION, *_ADDED):
+        if version not in (VERSION, *(new - 1 for new in _NEW_IN)):
             raise ValueError(f"this plan has version {document.get('version')!r}; version {VERSION} is needed")
         body = document.get("plan")
         if not isinstance(body, dict) or json_digest(body) != document.get("digest"):
             raise ValueError("the plan's contents do not match its digest: the file was changed or damaged")
         try:
-            return _plan_from(body if version == VERSION else body | _ADDED[version])
+            lacking = [added for new, added in _NEW_IN.items() if new > version]
+            return _plan_from(body | {key: value for added in lacking for key, value in added.items()})
         except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ValueError(f"the plan's contents are not those of a plan: {error!r}") from None
 
@@ -260,7 +267,7 @@ _LISTS = ("whole_draws", "idle_ties", "sequence_blocks", "whole_blocks", "local_
 def _plan_from(body: dict[str, Any]) -> ShardingPlan:
     _check_keys("plan", body, ShardingPlan)
     _check_kinds("plan", body, world_size=_is_count, sequence_parallel=_is_flag, sequence_random=_is_flag)
-    _check_kinds("plan", body, residual_bytes=_is_count_or_none, strategy=_is_strategy)
+    _check_kinds("plan", body, residual_bytes=_is_count_or_none, strategy=_is_strategy, statistic_bytes=_is_count)
     entries = []
     for item in body["entries"]:
         _check_keys("entry", item, Entry)
@@ -276,12 +283,11 @@ def _plan_from(body: dict[str, Any]) -> ShardingPlan:
         known: dict[str, Any] = {"style": style_from_dict(item["style"]), "parameters": tuple(cuts)}
         texts = {key: _text(item[key]) for key in ("path", "kind", "source", "reason", "implementation")}
         entries.append(Entry(**{**item, **known, **texts, "aliases": _texts(item["aliases"])}))
-    attributes: dict[str, tuple[int, tuple[int, ...]]] = {
-        _text(key): (_sizes([whole])[0], _sizes(ranks)) for key, (whole, ranks) in body["attributes"].items()
-    }
-    for key, (_, ranks) in attributes.items():
-        if len(ranks) != body["world_size"]:
-            raise ValueError(f"attribute {key} has values for {len(ranks)} ranks")
+    attributes = _for_each_rank("attribute", body["attributes"], body["world_size"])
+    statistics = _for_each_rank("features of", body["statistics"], body["world_size"])
+    for key, (whole, ranks) in statistics.items():
+        if sum(ranks) != whole or 0 in ranks:
+            raise ValueError(f"the features of {key} are {whole}, and those of its ranks {list(ranks)}")
     arguments = {}
     for key, cut in body["arguments"].items():
         if len(cut) != 2 or not _is_count(cut[0]) or not _is_count(cut[1]) or cut[1] < body["world_size"]:
@@ -301,8 +307,17 @@ def _plan_from(body: dict[str, Any]) -> ShardingPlan:
     found = {"entries": tuple(entries), "attributes": attributes, "random": random, "shared": shared, "fused": fused}
     by_weight = {_text(name): _texts(read) for name, read in body["by_weight"].items()}
     found |= {"arguments": arguments, "model": _text(body["model"]), "example": _text(body["example"])}
-    found |= {"by_weight": by_weight}
+    found |= {"by_weight": by_weight, "statistics": statistics}
     return ShardingPlan(**body | lists | found)
+
+
+def _for_each_rank(what: str, given: Any, world_size: int) -> dict[str, tuple[int, tuple[int, ...]]]:
+    """Numbers by name: the model's, and that of each rank."""
+    found = {_text(key): (_sizes([whole])[0], _sizes(ranks)) for key, (whole, ranks) in given.items()}
+    for key, (_, ranks) in found.items():
+        if len(ranks) != world_size:
+            raise ValueError(f"{what} {key} has values for {len(ranks)} ranks")
+    return found
 
 
 def _check_shared(shared: tuple[tuple[str, ...], ...], styles: Mapping[str, Style]) -> None:

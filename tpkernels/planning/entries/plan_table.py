@@ -150,6 +150,9 @@ def _totals(plan: ShardingPlan) -> list[str]:
     lines += [f"attribute {line}" for line in _attributes(plan)]
     lines += [f"argument {line}" for line in _arguments(plan)]
     lines += [f"called where {line}" for line in _by_weight(plan)]
+    if plan.statistics:
+        sent = _bytes(plan.statistic_bytes)
+        lines.append(f"means and spreads over all ranks: of {', '.join(_statistics(plan))}, which sends {sent}")
     if plan.random:
         pairs = [f"{row} and {norm}" for row, norm in _pairs(plan.random)]
         lines.append(f"dropout differs by rank between: {', '.join(pairs)}")
@@ -187,6 +190,17 @@ def _by_weight(plan: ShardingPlan) -> list[str]:
     return [
         f"{_name(pattern, modules) or plan.model} multiplies by the weight: {layers}"
         for (pattern, layers), modules in found.items()
+    ]
+
+
+def _statistics(plan: ShardingPlan) -> list[str]:
+    """As for attributes."""
+    found: dict[tuple[str, int], list[str]] = {}
+    for module, (features, _) in plan.statistics.items():
+        found.setdefault((_pattern(module), features), []).append(module)
+    return [
+        f"{features} features in {_name(pattern, modules) or plan.model}"
+        for (pattern, features), modules in found.items()
     ]
 
 

@@ -60,6 +60,8 @@ class Decision:
     random: list[tuple[str, str]] = field(default_factory=list)
     whole_draws: tuple[str, ...] = ()
     """Modules called between such layers that draw for whole tensors, which all ranks share."""
+    statistics: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    """Modules that take means or spreads over features that are cut: how many there are, and on each rank."""
     adapters: dict[str, str] = field(default_factory=dict)
     """Layers of narrow pairs whose other layer is cut with a larger group, and that one."""
     together: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -319,6 +321,7 @@ class _Decider:
         self.decision.norms = {name: self.shadow.norms[name] for name in sorted(replay.cut_norms)}
         self.decision.by_channel = set(replay.cut_channels)
         self.decision.whole_draws = tuple(sorted(replay.whole_draws))
+        self.decision.statistics = dict(sorted(replay.statistics.items()))
 
     def _pair_convolutions(self) -> None:
         """Cut convolutions in pairs as well, as far as that holds on the whole model beside what does already."""

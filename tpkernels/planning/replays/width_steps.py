@@ -1,8 +1,8 @@
 """Steps of a replay with inputs of which a module's code may read this rank's width, and nothing else.
 
-It owns :class:`WidthSteps`, between the steps that are cut by channels and the replay of ops.  A module is called with
-a tensor of that width, which no step of the recording has made.  The layers that the guess names take the whole one,
-and whatever else takes it is told to take another tensor than the whole model.
+It owns :class:`WidthSteps`, between the steps that take statistics of parts and the replay of ops.  A module is called
+with a tensor of that width, which no step of the recording has made.  The layers that the guess names take the whole
+one, and whatever else takes it is told to take another tensor than the whole model.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 from torch import Tensor
 
 from tpkernels.planning.modules.numbers import width_in
-from tpkernels.planning.replays.channel_steps import ChannelSteps
+from tpkernels.planning.replays.statistic_steps import StatisticSteps
 from tpkernels.planning.splits import Unproven
 
 __all__ = ["WidthSteps"]
 
 
-class WidthSteps(ChannelSteps):
+class WidthSteps(StatisticSteps):
     """A run next to a recording, of one rank."""
 
     def __init__(self, *args: Any) -> None:

@@ -1,6 +1,7 @@
 """How many rows every layer sees in a recorded run, and which layers need a gradient, for the bytes of a plan.
 
 Of convolutions it counts elements: those of the input that somebody wants the gradient of, and those of the output.
+Means and spreads over features that are cut belong to no layer, and are counted in bytes.
 
 A recording does not treat torch's ``MultiheadAttention`` as a layer.  Its rows are read from the arguments of its call:
 those of the queries for its output, those of every distinct input for the sum of gradients.
@@ -8,7 +9,7 @@ those of the queries for its output, those of every distinct input for the sum o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -21,7 +22,7 @@ from tpkernels.planning.runs.events import Event
 from tpkernels.planning.runs.session import Scope
 from tpkernels.planning.runs.trace import Recording
 
-__all__ = ["count_rows", "elements_in", "untrained_in"]
+__all__ = ["bytes_of_statistics", "count_rows", "elements_in", "untrained_in"]
 
 
 def count_rows(recordings: Sequence[Recording]) -> dict[str, int | None]:
@@ -60,6 +61,26 @@ def untrained_in(recordings: Sequence[Recording]) -> frozenset[str]:
             alone = bool(nodes) and all(recording.nodes[node].is_input for node in nodes)
             only[name] = only.get(name, True) and alone
     return frozenset(name for name, alone in only.items() if alone)
+
+
+def bytes_of_statistics(
+    recordings: Sequence[Recording], statistics: Mapping[str, tuple[int, tuple[int, ...]]], world_size: int
+) -> int:
+    """What one rank sends for means and spreads over features that are cut, forward and backward, over all calls.
+
+    Of several examples the first that takes one in a module counts.
+    """
+    found: dict[str, int] = {}
+    for recording in reversed(recordings):
+        one: dict[str, int] = {}
+        for call in recording.statistics.values():
+            x, numbers = call.statistic.x, 2 if call.statistic.kind == "mean" else 2 * world_size
+            if call.module in statistics and x.shape[-1] == statistics[call.module][0]:
+                item = 8 if (call.statistic.dtype or x.dtype) == torch.float64 else 4
+                sent = 2 * numbers * item * _rows(x) * (world_size - 1) // world_size
+                one[call.module] = one.get(call.module, 0) + sent
+        found |= one
+    return sum(found.values())
 
 
 def elements_in(recordings: Sequence[Recording]) -> dict[str, tuple[int, int]]:

@@ -31,13 +31,14 @@ from tpkernels.planning.runs.events import (
     canonical,
     constant_of,
 )
-from tpkernels.planning.runs.gradient_code import Requiring, Works
+from tpkernels.planning.runs.gradient_code import Requiring
 from tpkernels.planning.runs.higher_order_ops import as_op
 from tpkernels.planning.runs.known_values import KnownValues, is_condition
 from tpkernels.planning.runs.module_state import Held, State
 from tpkernels.planning.runs.shadow import Shadow
 from tpkernels.planning.runs.shared_conditions import Alike, Decided, Turns, turn_of
 from tpkernels.planning.runs.tensors import can_require_grad, storage_of, tensors_in, written_by
+from tpkernels.planning.runs.told import Told
 from tpkernels.planning.runs.weight_reads import scaled_layer
 
 __all__ = ["BLANK", "Node", "Scope", "Session"]
@@ -87,7 +88,7 @@ class Scope:
     """How many attributes of modules the run had changed before, and conditions it had answered by its turns."""
 
 
-class Session(TorchDispatchMode):
+class Session(Told, TorchDispatchMode):
     """The base of recordings and replays: layers and opaque modules are single steps, and tensors have an origin."""
 
     supports_higher_order_operators = True
@@ -195,12 +196,6 @@ class Session(TorchDispatchMode):
         self.after_opaque(name, args, kwargs, outputs)
         return out
 
-    def before_opaque(self, name: str, args: Any, kwargs: Any) -> None:
-        pass
-
-    def after_opaque(self, name: str, args: Any, kwargs: Any, outputs: list[Tensor]) -> None:
-        pass
-
     def _fresh(self, tensor: Tensor) -> Tensor:
         out = self.new_output(tensor, tuple(tensor.shape), tensor.dtype)
         self.set_origin(out, None)
@@ -240,9 +235,6 @@ class Session(TorchDispatchMode):
         self.decisions.append(Decided(tuple(map(self.source, tensors)), turn, truth))
         return turn if truth is None else turn != truth
 
-    def before_decision(self, number: int, tensors: list[Tensor]) -> None:
-        """A condition of ``tensors`` is answered by the turns of this run."""
-
     def _condition_asked(self, tensors: list[Tensor]) -> None:
         """From here on, what the innermost module runs is one step, if it is known to branch."""
         name = self.inside[-1] if self.inside else ""
@@ -272,15 +264,6 @@ class Session(TorchDispatchMode):
             raise NotOpaque(name, "returns tensors inside of an object that cannot be rebuilt")
         self.after_rest(rest, given, outputs)
         return out
-
-    def before_rest(self, rest: Rest, tensors: list[Tensor]) -> None:
-        """A module asks for a condition of ``tensors``."""
-
-    def rest_gives(self, rest: Rest, tensors: list[Tensor]) -> None:
-        """It returns what are not yet fresh tensors,"""
-
-    def after_rest(self, rest: Rest, given: Any, outputs: list[Tensor]) -> None:
-        """and these in their place."""
 
     def _note_rest(self, rest: Rest, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         tensors, outputs = ([x for x in tree_leaves(of) if isinstance(x, Tensor)] for of in ((args, kwargs), out))
@@ -321,18 +304,6 @@ class Session(TorchDispatchMode):
             self.requiring.made([out])
         return out
 
-    def before_mixture(self, name: str, given: list[Tensor]) -> None:
-        pass
-
-    def after_mixture(self, name: str, given: list[Tensor], out: Tensor, slots: int) -> None:
-        pass
-
-    def mixture_read_quietly(self, name: str, given: list[Tensor]) -> None:
-        """Experts inside of an opaque module."""
-
-    def read_quietly(self, func: Any, args: Any, tensors: list[Tensor]) -> None:
-        """An op inside of an opaque module."""
-
     def layer_called_quietly(self, name: str, x: Tensor) -> Tensor:
         """A layer inside of an opaque module."""
         assert self.quiet is not None
@@ -363,40 +334,6 @@ class Session(TorchDispatchMode):
     def state_after(self, changes: int | None = None) -> State:
         """What modules have after so many changes; after all of them by default."""
         return self.begins | dict(self.changes[:changes])
-
-    def read_by_weight(self, name: str) -> None:
-        """A product with a layer's weight, which is a call of the layer."""
-
-    def weight_converted(self, name: str) -> None:
-        """Code asks for a layer's weight in some dtype."""
-
-    def norm_called(self, name: str, forward: Callable[..., Any], *given: Tensor) -> Any:
-        """A module that may be a norm over the last dimension, called with x alone, or with a gate as well."""
-        return forward(*given)
-
-    def channels_called(self, name: str, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """A module that can be cut by channels (``modules/channel_modules.py``), called with x alone."""
-        return forward(x)
-
-    def channels_called_otherwise(self, name: str) -> None:
-        """Such a module is called in another way, or within an opaque module."""
-
-    def gradient_code_called(self, name: str, tensors: list[Tensor], made: list[Tensor], works: Works) -> None:
-        """The gradients of ``tensors``, of which it has ``made`` others, pass through code that this run does not see;
-        ``works`` finds out whether it takes each slice by itself."""
-
-    def original_called(self, name: str) -> None:
-        """A module of the model itself runs, not its copy."""
-
-    def entered(self, name: str, args: Any, kwargs: Any) -> None:
-        pass
-
-    def given(self, name: str, args: Any, kwargs: Any) -> Any:
-        """What a module is called with instead; None for what it is given."""
-        return None
-
-    def left(self, name: str, output: Any = None) -> None:
-        pass
 
     def entered_quietly(self, name: str, args: Any, kwargs: Any) -> None:
         self.quiet_calls.append((name, len(args) == 1 and isinstance(args[0], Tensor) and not kwargs))

@@ -34,13 +34,13 @@ from tpkernels.planning.modules.numbers import root_of, set_number
 from tpkernels.planning.modules.own_code import rebased
 from tpkernels.planning.modules.part_norms import KnownNorm, may_be_norm
 from tpkernels.planning.modules.reporting import REPORTING
-from tpkernels.planning.modules.shape_reads import ShapesAsked
 from tpkernels.planning.runs.fake_answers import GUESSES, Answers, fake_as_real
+from tpkernels.planning.runs.function_calls import functions_seen
 from tpkernels.planning.runs.gradient_code import code_of_gradients
 from tpkernels.planning.runs.known_values import constants_of, values_of
 from tpkernels.planning.runs.module_state import Noting, put
 from tpkernels.planning.runs.trace_leaks import Caches
-from tpkernels.planning.runs.weight_reads import WeightReads, weights_of_layers
+from tpkernels.planning.runs.weight_reads import weights_of_layers
 
 if TYPE_CHECKING:
     from tpkernels.planning.runs.session import Session
@@ -261,8 +261,7 @@ class Shadow:
                 self.fake,
                 fake_as_real(),
                 Answers(session, self.guess),
-                ShapesAsked(self.owners, self.asked),
-                WeightReads(session),
+                functions_seen(session),
                 noting,
                 session,
             ):

@@ -10,7 +10,7 @@ says so (:mod:`tpkernels.planning.runs.opaque_modules`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_leaves
 
+from tpkernels.nn.part_statistics import Statistic
 from tpkernels.planning.modules.channel_modules import ChannelCall
 from tpkernels.planning.modules.part_norms import NormCall, numbers_in
 from tpkernels.planning.runs.conditions import Path, Rest
@@ -36,6 +37,7 @@ from tpkernels.planning.runs.events import (
     constant_of,
     is_random,
 )
+from tpkernels.planning.runs.function_calls import StatisticCall
 from tpkernels.planning.runs.session import BLANK, Node, Scope, Session
 from tpkernels.planning.runs.shadow import Shadow
 from tpkernels.planning.runs.shared_conditions import Turns
@@ -115,6 +117,8 @@ class Recording(Session):
         self.layer_inputs: dict[str, list[int]] = {}
         self.norm_calls: dict[int, NormCall] = {}
         """Of modules that may be norms, by the event that each begins with."""
+        self.statistics: dict[int, StatisticCall] = {}
+        """Of means and spreads over the last dimension, in the same way."""
         self.channel_calls: dict[int, ChannelCall] = {}
         """Of modules that can be cut by channels, in the same way,"""
         self.called_otherwise: set[str] = set()
@@ -264,6 +268,14 @@ class Recording(Session):
             numbers = tuple(numbers_in(self.events[start:]))
             call = NormCall(name, len(self.events), sources, self.source(y), tuple(y.shape), numbers)
             self.norm_calls[start] = call
+        return y
+
+    def statistic_taken(self, statistic: Statistic, run: Callable[[], Tensor]) -> Tensor:
+        start, source = len(self.events), self.source(statistic.x)
+        y = run()
+        if self.quiet is None:
+            where = self.innermost, len(self.events), source, self.source(y)
+            self.statistics[start] = StatisticCall(statistic, *where, tuple(y.shape))
         return y
 
     def channels_called(self, name: str, forward: Any, x: Tensor) -> Tensor:

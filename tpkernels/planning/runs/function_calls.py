@@ -1,0 +1,58 @@
+"""What a run sees of the functions that a model's code calls, before they are ops.
+
+It owns the list of these function modes, and the one for means and spreads over the last dimension: one rank has a part
+of what they are taken over (:mod:`tpkernels.nn.part_statistics`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch.overrides import TorchFunctionMode
+
+from tpkernels.nn.part_statistics import Statistic, statistic_of
+from tpkernels.planning.modules.shape_reads import ShapesAsked
+from tpkernels.planning.runs.weight_reads import WeightReads
+
+if TYPE_CHECKING:
+    from tpkernels.planning.runs.session import Session
+
+__all__ = ["StatisticCall", "functions_seen"]
+
+
+class StatisticCall(NamedTuple):
+    """One mean or spread in a recording, by the event that it begins with."""
+
+    statistic: Statistic
+    module: str
+    """The innermost module that is being called."""
+    stop: int
+    """The first event behind it."""
+    source: Any
+    result: Any
+    shape: tuple[int, ...]
+
+
+@contextmanager
+def functions_seen(session: Session) -> Iterator[None]:
+    """Within it, the session is told of functions that its model's code calls."""
+    shadow = session.shadow
+    with ShapesAsked(shadow.owners, shadow.asked), WeightReads(session), _Statistics(session):
+        yield
+
+
+class _Statistics(TorchFunctionMode):
+    def __init__(self, session: Session) -> None:
+        super().__init__()
+        self.session = session
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        statistic = statistic_of(func, args, kwargs)
+        if statistic is None:
+            return func(*args, **kwargs)
+        return self.session.statistic_taken(statistic, lambda: func(*args, **kwargs))
