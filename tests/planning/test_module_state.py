@@ -99,11 +99,11 @@ class Collecting(nn.Module):
 def _of_kind(pair: Pair, h: Tensor) -> Tensor:
     """A gate, which is proven within the block alone."""
     gate, value = h.chunk(2, -1)
-    return gate.relu() * value if pair.kind == "parts" else gate - value.mean(-1, keepdim=True)
+    return gate.relu() * value if pair.kind == "parts" else gate - value.sum(-1, keepdim=True)
 
 
-def _mean_later(pair: Pair, h: Tensor) -> Tensor:
-    return h.relu() if pair.calls == 1 else h - h.mean(-1, keepdim=True)
+def _sum_later(pair: Pair, h: Tensor) -> Tensor:
+    return h.relu() if pair.calls == 1 else h - h.sum(-1, keepdim=True)
 
 
 def _keeps(pair: Pair, h: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ CASES: dict[str, tuple[nn.Module, bool]] = {
     "a buffer": (nn.Sequential(Registered(), Pair()), True),
     "told before": (Choosing(at_once=True), True),
     "never told": (Choosing(at_once=False), False),
-    "features read by a second call": (nn.Sequential(Pair(_mean_later)), False),
+    "features read by a second call": (nn.Sequential(Pair(_sum_later)), False),
     "hooks": (Collecting(for_good=True), True),
     "hooks for a call": (Collecting(for_good=False), True),
     "a part of the features, kept": (nn.Sequential(Pair(_keeps)), False),

@@ -208,8 +208,13 @@ class _Planner:
         statistics = self.decision.statistics
         return replace(
             plan, by_weight=called_by_weight(seen, styles), strategy=strategy, statistics=statistics,
-            statistic_bytes=bytes_of_statistics(firsts, statistics, self.world_size),
+            statistic_bytes=bytes_of_statistics(firsts, statistics, self.world_size), draws_from=self._draws_from(),
         )  # fmt: skip
+
+    def _draws_from(self) -> tuple[str, ...]:
+        """Other generators than torch's that a run has drawn from, also one that failed."""
+        shadow = self.observation.shadow if self.observation is not None else None
+        return () if shadow is None else tuple(sorted(shadow.drawn_from))
 
     def _check_captured(self) -> None:
         """Refuse code that keeps parameters outside of modules: it would go on with the old, untrained ones."""

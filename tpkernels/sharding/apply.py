@@ -28,6 +28,7 @@ from tpkernels.nn.by_weight import call_by_weight
 from tpkernels.nn.convolution import cut_channels, own_code
 from tpkernels.nn.copied_heads import check_copies
 from tpkernels.nn.cut_experts import CutExperts, call_inner, caller_of
+from tpkernels.nn.host_generators import hosts_in_step
 from tpkernels.nn.multihead import ParallelMultiheadAttention, why_not_parallel
 from tpkernels.nn.paired_convolution import pair_channels
 from tpkernels.nn.parameters import check_unit, tp_mesh
@@ -200,6 +201,8 @@ def parallelize(
     experts_styles = {name: style for name, style in styles.items() if isinstance(style, Experts)}
     for name, experts_style in experts_styles.items():
         _check_experts(name, modules[caller_of(name, experts_style.layout)], experts_style)
+    if isinstance(plan, ShardingPlan):
+        hosts_in_step(plan.draws_from, resolve(tp), init_weights)
     if same_bits:
         resolve(tp).keep_same_bits(same_bits)
         fused_norm = False

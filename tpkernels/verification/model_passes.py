@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from tpkernels.nn.host_generators import seeded_hosts
+
 __all__ = ["Event", "Loss", "Pass", "Recorder", "compared", "is_compared", "is_state", "run", "tensors_of"]
 
 Loss = Callable[[Any], Tensor]
@@ -136,7 +138,7 @@ def run(model: nn.Module, call: tuple[Any, Any], loss: Loss | None, recorder: Re
         Tensor, lambda leaf: leaf.clone() if leaf.requires_grad else leaf, (args, kwargs)
     )
     devices = [torch.cuda.current_device()] if any(p.is_cuda for p in model.parameters()) else []
-    with torch.random.fork_rng(devices=devices), torch.enable_grad():
+    with torch.random.fork_rng(devices=devices), seeded_hosts(0), torch.enable_grad():
         torch.manual_seed(0)
         before = torch.get_rng_state()
         result = model(*args, **kwargs)

@@ -6,12 +6,9 @@ rank before anything changes, and the broadcast of rank 0's state.
 
 from __future__ import annotations
 
-import json
-import random
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -19,6 +16,7 @@ from torch import Tensor
 from tpkernels.comm.groups import resolve
 from tpkernels.comm.startup import init
 from tpkernels.integrations.keras import backend
+from tpkernels.nn.host_generators import take_first_states
 from tpkernels.ops.agreed_call import exchange
 from tpkernels.ops.mesh_exchange import broadcast
 
@@ -135,18 +133,9 @@ def same_generators(pg: dist.ProcessGroup) -> None:
     group = resolve(pg)
     if group.size == 1:
         return
-    version, numbers, gauss = random.getstate()
-    kind, keys, *rest = np.random.get_state()
-    said = [[version, numbers, gauss], [kind, np.asarray(keys).tolist(), *rest], torch.get_rng_state().tolist()]
-    kept = json.dumps(said).encode()
-    length = torch.tensor([len(kept)], dtype=torch.int64).view(torch.uint8)
-    broadcast([group], "the size of random states", length)
-    data = torch.zeros(int(length.view(torch.int64)[0]), dtype=torch.uint8)
-    if group.rank == 0:
-        data = torch.frombuffer(bytearray(kept), dtype=torch.uint8)
-    broadcast([group], "random states", data)
-    python, numpy, default = json.loads(bytes(data.tolist()))
-    random.setstate((python[0], tuple(python[1]), python[2]))
-    np.random.set_state((numpy[0], np.array(numpy[1], dtype=np.uint32), *numpy[2:]))
-    torch.set_rng_state(torch.tensor(default, dtype=torch.uint8))
+    what = "random generators of a Keras model"
+    take_first_states(group, what)
+    state = torch.get_rng_state()
+    broadcast([group], what, state)
+    torch.set_rng_state(state)
     _from_first(backend.raw_value(backend.global_seed_state()), pg)

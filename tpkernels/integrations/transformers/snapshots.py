@@ -12,19 +12,18 @@ step.
 
 from __future__ import annotations
 
-import random
 import warnings
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tpkernels.integrations.transformers.prepared import speak_for_trainer
+from tpkernels.nn.host_generators import HostStates, host_states
 from tpkernels.packages import needed
 from tpkernels.state.snapshots import load_snapshot, save_snapshot
 
@@ -140,22 +139,14 @@ def _plain(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def _get_random() -> dict[str, Any]:
-    version, numbers, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state()
-    states: dict[str, Any] = {
-        "python": [version, list(numbers), gauss],
-        "numpy": [kind, np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
-        "torch": torch.get_rng_state().tolist(),
-    }
+    states: dict[str, Any] = {**host_states()._asdict(), "torch": torch.get_rng_state().tolist()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state().tolist()
     return states
 
 
 def _set_random(states: dict[str, Any]) -> None:
-    version, numbers, gauss = states["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    np.random.set_state(tuple(states["numpy"]))
+    HostStates(states["python"], states["numpy"]).set()
     torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(torch.tensor(states["cuda"], dtype=torch.uint8))

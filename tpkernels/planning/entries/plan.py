@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from tpkernels.nn.digests import json_digest
+from tpkernels.nn.host_generators import HOSTS
 from tpkernels.planning.modules.layers import kind_of
 from tpkernels.planning.modules.numbers import number_of, owner_of
 from tpkernels.planning.styles import Column, CopiedHeads, Replicate, Row, Style, style_from_dict, style_to_dict
@@ -30,7 +31,7 @@ NO_DATA_FLOW = "no data flow: "
 FORMAT, VERSION = "tpkernels.ShardingPlan", 8
 STRATEGIES = ("auto", "rules")
 _NEW_IN: dict[int, dict[str, Any]] = {
-    8: {"statistics": {}, "statistic_bytes": 0},
+    8: {"statistics": {}, "statistic_bytes": 0, "draws_from": []},
     7: {"strategy": "auto"},
     6: {"by_weight": {}},
     5: {"arguments": {}},
@@ -132,6 +133,9 @@ class ShardingPlan:
     """Modules whose code takes a mean or a spread over features that are cut: how many there are, and on each rank."""
     statistic_bytes: int = 0
     """Sent by one rank for these in a forward and a backward pass over the example."""
+    draws_from: tuple[str, ...] = ()
+    """Generators besides torch's that the model draws random numbers from: "numpy", "python"; the ranks' are put in
+    step."""
     strategy: str = "auto"
     """By which :func:`make_plan` found it: "auto" or "rules"."""
 
@@ -261,7 +265,16 @@ class ShardingPlan:
             raise ValueError(f"the plan's contents are not those of a plan: {error!r}") from None
 
 
-_LISTS = ("whole_draws", "idle_ties", "sequence_blocks", "whole_blocks", "local_blocks", "unfused", "notes")
+_LISTS = (
+    "whole_draws",
+    "idle_ties",
+    "sequence_blocks",
+    "whole_blocks",
+    "local_blocks",
+    "unfused",
+    "notes",
+    "draws_from",
+)
 
 
 def _plan_from(body: dict[str, Any]) -> ShardingPlan:
@@ -302,6 +315,8 @@ def _plan_from(body: dict[str, Any]) -> ShardingPlan:
     for row, norm, _ in fused:
         if not isinstance(styles.get(row), Row) or not isinstance(styles.get(norm), Replicate):
             raise ValueError(f"{row!r} and {norm!r} cannot be fused: they must be a row layer and a norm that is whole")
+    if unknown := {*body["draws_from"]} - {*HOSTS}:
+        raise ValueError(f"a plan draws from {list(HOSTS)}, not from {sorted(unknown)}")
     if body["world_size"] < 1:
         raise ValueError(f"world_size must be at least 1, got {body['world_size']!r}")
     found = {"entries": tuple(entries), "attributes": attributes, "random": random, "shared": shared, "fused": fused}

@@ -153,6 +153,8 @@ def _totals(plan: ShardingPlan) -> list[str]:
     if plan.statistics:
         sent = _bytes(plan.statistic_bytes)
         lines.append(f"means and spreads over all ranks: of {', '.join(_statistics(plan))}, which sends {sent}")
+    if plan.draws_from:
+        lines.append(f"random numbers of {' and '.join(plan.draws_from)}: all ranks draw the same")
     if plan.random:
         pairs = [f"{row} and {norm}" for row, norm in _pairs(plan.random)]
         lines.append(f"dropout differs by rank between: {', '.join(pairs)}")

@@ -395,7 +395,9 @@ class _Decider:
             call = self.observation.calls[id(recording)]
             self.shadow.set_mode(mode)
             if widths:
+                dice = recording.dice
                 recording = Recording(self.shadow, whole, widths, recording.after, recording.paths, recording.turns)
+                recording.dice = dice
                 recording.run(call)
             replays = [Replay(self.shadow, recording, roles, attributes, self.world_size, rank) for rank in ranks]
             for replay in replays:

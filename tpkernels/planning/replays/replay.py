@@ -61,6 +61,7 @@ class Replay(WidthSteps):
         super().__init__(shadow, recording, {key: values[rank] for key, values in attributes.items()}, roles)
         self.world_size, self.rank = world_size, rank
         self.guess = shadow.guess = recording.guess
+        self.dice = recording.dice
         self.paths, self.turns, self.alike = recording.paths, recording.turns, recording.alike.copy()
         self.origins = dict(recording.origins)
         self.values.take(recording.values)
@@ -130,6 +131,7 @@ class Replay(WidthSteps):
     def run_scope(self, scope: Scope) -> None:
         """Run one module on the arguments that the recording saw."""
         self._begin(scope.start, scope.stop)
+        self.host_begins = scope.host or self.recording.host_began
         self.begins, self.decided_before = self.recording.state_after(scope.changes), scope.decided
         self._run(self.shadow.modules[scope.name], *self.shadow.copied((scope.args, scope.kwargs)))
 

@@ -78,6 +78,7 @@ def follow(observation: Observation, roles: Mapping[str, str], others: Mapping[s
                 flows.append(_Flow(observation.shadow, stacks, roles, others))
                 flows[-1].begins, flows[-1].paths = recording.begins, recording.paths
                 flows[-1].turns, flows[-1].alike = recording.turns, recording.alike.copy()
+                flows[-1].dice = recording.dice
                 flows[-1].run(observation.args, observation.kwargs)
                 if not flows[0].stream.same(flows[-1].stream):
                     raise Unproven(f"it takes another path in {mode} than in {observation.mode}")

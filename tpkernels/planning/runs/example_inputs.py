@@ -22,6 +22,7 @@ from tpkernels.planning.runs.guessed_inputs import (
     other_ways,
     towers,
 )
+from tpkernels.planning.runs.host_draws import DICE, DecidedByDraws, check_undecided
 from tpkernels.planning.runs.opaque_modules import NeedsValues, record
 from tpkernels.planning.runs.shadow import MODES, Mode, Shadow
 from tpkernels.planning.runs.tensors import tensors_in
@@ -201,6 +202,11 @@ class Observation:
                 continue
             self._asking.add((shadow.asking, shadow.decides))
             calls = [recording, *recording.others, *self._second(shadow, call, recording)]
+            try:
+                calls += self._with_other_dice(shadow, call, recording)
+            except DecidedByDraws as error:
+                self.problem, self.needs_values = self.problem or f"it cannot be traced ({error})", True
+                return False
             for one in calls:
                 if not any(mode.training == other.training and one.same(known) for other, known in found):
                     found.append((mode, one))
@@ -238,6 +244,27 @@ class Observation:
             why = _first_line(error.__cause__ or error)
             self.note = f"proven for a first call alone: a second one cannot be traced ({why})"
             return []
+
+    def _with_other_dice(self, shadow: Shadow, call: Example, first: Recording) -> list[Recording]:
+        """The same call with other numbers from Python and NumPy, if the model draws any.
+
+        Raises:
+            DecidedByDraws: it runs something else with these.
+        """
+        found: list[Recording] = []
+        for dice in DICE[1:] if any(one.drew for one in (first, *first.others)) else ():
+            shadow.dice = dice
+            try:
+                other = record(shadow, call)
+            except CalledOtherwise:
+                raise
+            except Exception as error:
+                raise DecidedByDraws from error
+            finally:
+                shadow.dice = DICE[0]
+            check_undecided(first, other)
+            found += [other, *other.others]
+        return found
 
     def told(self, model: nn.Module) -> str:
         """The inputs of the recorded run, by name and shape; who guessed them."""

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tpkernels.nn.cut_experts import arguments_of, called_with, caller_of
+from tpkernels.nn.host_generators import HostStates
 from tpkernels.planning.modules.experts import CalledOtherwise
 from tpkernels.planning.modules.numbers import width_in
 from tpkernels.planning.runs.conditions import Path, Rest
@@ -83,6 +84,8 @@ class Scope:
     stop: int = -1
     trained: bool = False
     """Whether somebody wants the gradient of a tensor among its arguments."""
+    host: HostStates | None = None
+    """The states of Python's and NumPy's generators, if those are not the ones that the run began with."""
     changes: int = 0
     decided: int = 0
     """How many attributes of modules the run had changed before, and conditions it had answered by its turns."""
@@ -122,6 +125,14 @@ class Session(Told, TorchDispatchMode):
         self.decided_before = 0
         """Answers to conditions that all ranks answer alike (None: modules ask), and how many came before."""
         self.decisions: list[Decided] = []
+        self.dice = shadow.dice
+        """How this run draws random numbers from Python and NumPy,"""
+        self.host_begins: HostStates | None = None
+        """the states of their generators that it begins with (None: those of the dice),"""
+        self.host_began: HostStates | None = None
+        """those that it has begun with,"""
+        self.drew: frozenset[str] = frozenset()
+        """and from which it has drawn."""
         self.paths: tuple[Path, ...] = ((),)
         """That calls of branching modules take, in turns,"""
         self.rests: list[Rest] = []

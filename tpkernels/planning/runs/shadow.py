@@ -11,8 +11,6 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-import threading
-import types
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Set
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -35,8 +33,10 @@ from tpkernels.planning.modules.own_code import rebased
 from tpkernels.planning.modules.part_norms import KnownNorm, may_be_norm
 from tpkernels.planning.modules.reporting import REPORTING
 from tpkernels.planning.runs.fake_answers import GUESSES, Answers, fake_as_real
+from tpkernels.planning.runs.fake_copies import like, uncopyable
 from tpkernels.planning.runs.function_calls import functions_seen
 from tpkernels.planning.runs.gradient_code import code_of_gradients
+from tpkernels.planning.runs.host_draws import DICE, drawing
 from tpkernels.planning.runs.known_values import constants_of, values_of
 from tpkernels.planning.runs.module_state import Noting, put
 from tpkernels.planning.runs.trace_leaks import Caches
@@ -61,8 +61,6 @@ class Mode(NamedTuple):
 
 MODES = (Mode(True, True), Mode(False, True), Mode(True, False), Mode(False, False))
 
-_SHARED = (type(threading.Lock()), type(threading.RLock()), types.ModuleType, torch.Generator)
-"""What cannot be copied and holds nothing of a run."""
 _CONSTANTS = (Tensor, nn.Module, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
@@ -89,6 +87,10 @@ class Shadow:
     """what is being called of these and of all that works by channels."""
     branching: Collection[str] = frozenset()
     """Modules that branch on a condition of tensors."""
+    dice = DICE[0]
+    """How runs draw random numbers from Python and NumPy,"""
+    drawn_from: Set[str] = frozenset()
+    """and from which of these any run has drawn some."""
     decides = True
     """Whether conditions that all ranks answer alike are answered in every way; else modules branch on them, too."""
 
@@ -105,11 +107,11 @@ class Shadow:
         memo: dict[int, Any] = {}
         with self.fake:
             for parameter in model.parameters():
-                memo[id(parameter)] = nn.Parameter(_like(parameter), requires_grad=False)
+                memo[id(parameter)] = nn.Parameter(like(parameter), requires_grad=False)
             for buffer in model.buffers():
-                memo.setdefault(id(buffer), _like(buffer))
+                memo.setdefault(id(buffer), like(buffer))
         for module in model.modules():
-            memo |= _uncopyable(module, memo)
+            memo |= uncopyable(module, memo)
         self.model = copy.deepcopy(model, memo)
         self.gradients = True
         """Whether runs are with gradients enabled; no tensor has one."""
@@ -262,6 +264,7 @@ class Shadow:
                 fake_as_real(),
                 Answers(session, self.guess),
                 functions_seen(session),
+                drawing(session),
                 noting,
                 session,
             ):
@@ -299,7 +302,7 @@ class Shadow:
 
         def fake(tensor: Tensor) -> Tensor:
             if not tensor.is_meta or not parameters:
-                made = _like(tensor)
+                made = like(tensor)
                 made = made if place is None else made.to(place)
                 if (values := values_of(tensor)) is not None:
                     self.given.append((made, values))
@@ -430,20 +433,3 @@ class Shadow:
                 self.session.left(name, output)
 
         return hook
-
-
-def _like(tensor: Tensor) -> Tensor:
-    """An empty tensor of the same kind, on the CPU for one on the meta device."""
-    device = "cpu" if tensor.is_meta else tensor.device
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-
-
-def _uncopyable(module: nn.Module, memo: dict[int, Any]) -> dict[int, Any]:
-    """Attributes that ``deepcopy`` refuses: tensors with a history are copied without it, locks and the like shared."""
-    found: dict[int, Any] = {}
-    for value in vars(module).values():
-        if isinstance(value, Tensor) and not value.is_leaf and id(value) not in memo:
-            found[id(value)] = value.detach().clone()
-        elif isinstance(value, _SHARED):
-            found[id(value)] = value
-    return found

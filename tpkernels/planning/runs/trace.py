@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_leaves
 
+from tpkernels.nn.host_generators import host_states
 from tpkernels.nn.part_statistics import Statistic
 from tpkernels.planning.modules.channel_modules import ChannelCall
 from tpkernels.planning.modules.part_norms import NormCall, numbers_in
@@ -180,7 +181,8 @@ class Recording(Session):
         self.origins, self.made = dict(recording.origins), recording.made_before(scope.start)
         self.values.take(recording.values)
         self.alike, self.turns, self.decided_before = recording.alike.copy(), recording.turns, scope.decided
-        self.begins = recording.state_after(scope.changes)
+        self.begins, self.dice = recording.state_after(scope.changes), recording.dice
+        self.host_begins = scope.host or recording.host_began
         with self.shadow.running(self):
             args, kwargs = self.shadow.copied((scope.args, scope.kwargs))
             self.kept.append(self.shadow.modules[scope.name](*args, **kwargs))
@@ -400,7 +402,10 @@ class Recording(Session):
         trained = any(isinstance(one, Tensor) and one in self.requiring for one in tree_leaves((args, kwargs)))
         args, kwargs = self.shadow.copied((args, kwargs))
         decided = self.decided_before + len(self.decisions)
-        scope = Scope(name, args, kwargs, len(self.events), trained=trained, changes=len(self.changes), decided=decided)
+        host = None if (now := host_states()) == self.host_began else now
+        scope = Scope(
+            name, args, kwargs, len(self.events), trained=trained, host=host, changes=len(self.changes), decided=decided
+        )
         self._open.append(scope)
         self.kept.append((args, kwargs))
 

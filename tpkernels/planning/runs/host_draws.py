@@ -1,0 +1,134 @@
+"""Random numbers that a model's code draws from Python or NumPy, as Wav2Vec2 does for the masks of its SpecAugment.
+
+No op shows them: what code makes of them comes into a run as a constant.  It owns the states that runs begin with.  All
+runs of a call have the same, and a run of one module has those that the recording had there; so a replay draws the
+recording's numbers, and takes the same constants.  Afterwards the user's states are as they were.
+
+Such a number may also decide what runs (``if random.random() < p``), of which a run shows one side alone.  So a call
+that draws is recorded several times: with numbers as they come, and with the common uniform ones, whole numbers and
+choices all at the lower end of their range, and at the upper.  Each recording is proven by itself.  Where they do not
+run the same ops, the model is not followed (:class:`DecidedByDraws`).  As with guesses of values, this is a trial of
+what the code does, and no proof of what other numbers would lead to.
+
+Ranks have to draw alike, so the plan says which generators the model draws from, and ``tpk.parallelize`` puts these in
+step (:mod:`tpkernels.nn.host_generators`).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import numpy as np
+
+from tpkernels.nn.host_generators import HostStates, host_states
+
+if TYPE_CHECKING:
+    from tpkernels.planning.runs.session import Session
+    from tpkernels.planning.runs.trace import Recording
+
+__all__ = ["DICE", "DecidedByDraws", "check_undecided", "drawing"]
+
+DICE = ("as they come", "low", "high")
+"""How runs draw."""
+_LAST = 1 - 2**-53
+
+
+class DecidedByDraws(Exception):
+    """The code of a model decides by random numbers of Python or NumPy what it runs."""
+
+    def __init__(self) -> None:
+        super().__init__("its code decides by random numbers of Python or NumPy which ops it runs")
+
+
+@contextmanager
+def drawing(session: Session) -> Iterator[None]:
+    """Within it, the session's dice are rolled; then it knows which generators were drawn from."""
+    users = host_states()
+    begins = session.host_begins or _begins(session.dice)
+    begins.set()
+    session.host_began = begins
+    try:
+        with _at_an_end(session.dice):
+            yield
+    finally:
+        session.drew = host_states().unlike(begins)
+        session.shadow.drawn_from |= session.drew
+        users.set()
+
+
+_states: dict[str, HostStates] = {}
+
+
+def _begins(dice: str) -> HostStates:
+    if dice not in _states:
+        random.seed(f"tpkernels {dice}")
+        np.random.seed(DICE.index(dice))
+        _states[dice] = host_states()
+    return _states[dice]
+
+
+@contextmanager
+def _at_an_end(dice: str) -> Iterator[None]:
+    """Functions of both modules that draw numbers by which code may decide; each still uses up what it would draw."""
+    if dice == DICE[0]:
+        yield
+        return
+    at = 0.0 if dice == "low" else _LAST
+
+    def as_shaped(draw: Callable[..., Any], value: Callable[..., Any]) -> Callable[..., Any]:
+        def drawn(*args: Any, **kwargs: Any) -> Any:
+            like, one = draw(*args, **kwargs), value(*args, **kwargs)
+            return np.full_like(like, one) if isinstance(like, np.ndarray) else type(like)(one)
+
+        return drawn
+
+    def between(low: Any = 0.0, high: Any = 1.0, *_: Any, **__: Any) -> Any:
+        return low + (high - low) * at
+
+    def whole(low: Any, high: Any = None, *_: Any, **__: Any) -> Any:
+        low, high = (0, low) if high is None else (low, high)
+        return low if at == 0.0 else high - 1
+
+    def up_to(low: int, high: int) -> int:
+        return low if at == 0.0 else high
+
+    def chosen(items: Any) -> Any:
+        random.random()
+        return items[0 if at == 0.0 else -1]
+
+    def unit(*_: Any, **__: Any) -> float:
+        return at
+
+    changed: list[tuple[Any, str, Callable[..., Any]]] = [
+        *((np.random, name, unit) for name in ("rand", "random", "random_sample")),
+        (np.random, "uniform", between), (np.random, "randint", whole),
+        (random, "random", unit), (random, "uniform", between), (random, "randint", up_to),
+    ]  # fmt: skip
+    patches = [patch.object(module, name, as_shaped(getattr(module, name), value)) for module, name, value in changed]
+    patches.append(patch.object(random, "choice", chosen))
+    try:
+        for one in patches:
+            one.start()
+        yield
+    finally:
+        for one in reversed(patches):
+            one.stop()
+
+
+def check_undecided(first: Recording, other: Recording) -> None:
+    """Check that two recordings with other dice ran the same ops on the same tensors, whatever numbers these took.
+
+    Raises:
+        DecidedByDraws: they did not.
+    """
+    mine, its = ([_step(event.anywhere()) for event in one.events] for one in (first, other))
+    if mine != its or len(first.others) != len(other.others):
+        raise DecidedByDraws
+
+
+def _step(event: Any) -> tuple[Any, ...]:
+    return event.packet, event.layer, event.outputs, event.sources
