@@ -18,10 +18,10 @@ SHARED, ALIKE = "tests/planning/test_shared_conditions.py", "planning/runs/share
 HOST, DRAWN = "planning/runs/host_draws.py", "tests/planning/test_host_draws.py"
 
 CONDITIONS = (
-    Edit(HOST, "    begins.set()\n", "", f"{DRAWN} -k pairs"),
-    Edit(HOST, "        users.set()\n", "        pass\n", f"{DRAWN} -k pairs"),
-    Edit(HOST, "session.shadow.drawn_from |= session.drew", "pass", f"{DRAWN} -k pairs"),
-    Edit(HOST, "mine != its or", "", f"{DRAWN} -k decides"),
+    Edit(HOST, "    begins.set()\n", "    begins  # not set\n", f"{DRAWN} -k pairs"),
+    Edit(HOST, "        users.set()\n", "        users  # not set\n", f"{DRAWN} -k pairs"),
+    Edit(HOST, "session.shadow.drawn_from |= session.drew", "pass  # not told", f"{DRAWN} -k pairs"),
+    Edit(HOST, "mine != its or", "False or", f"{DRAWN} -k decides"),
     Edit(HOST, '"low", "high")', '"low")', f"{DRAWN} -k decides"),
     Edit(HOST, '"low", "high")', '"high")', f"{DRAWN} -k decides"),
     Edit(
@@ -32,7 +32,7 @@ CONDITIONS = (
     ),
     Edit("sharding/apply.py", "hosts_in_step(plan.draws_from,", "hosts_in_step((),", f"{DRAWN} -k first_one"),
     Edit("nn/host_generators.py", 'if mode == "same":', "if False:", f"{DRAWN} -k first_one"),
-    Edit("verification/model_passes.py", "seeded_hosts(0)", "seeded_hosts(id(model) % 99991)", f"{DRAWN} -k first_one"),
+    Edit("verification/model_passes.py", "seeded_hosts(0)", "seeded_hosts(id(model) % 99991)", f"{DRAWN} -k passes"),
     Edit(ALIKE, "elif func._schema.is_mutable:", "elif False:", f"{SHARED} -k parameters_or"),
     Edit(ALIKE, "list(product((False, True), repeat=conditions))", "[(False,) * conditions]", f"{SHARED} -k every"),
     Edit(ALIKE, "(True,), (False, True), (True, False)]", "(True,)]", f"{SHARED} -k of_many"),

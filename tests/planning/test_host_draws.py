@@ -18,6 +18,7 @@ from tests.nn.reference import LIMIT_S, tp_mesh
 from tpkernels.nn.host_generators import host_states
 from tpkernels.planning.styles import Column, Row
 from tpkernels.testing.spawn import Pools
+from tpkernels.verification.model_passes import run
 
 WIDTH = 6
 X = torch.randn(3, 8, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
@@ -28,10 +29,11 @@ class Block(nn.Module):
 
     def __init__(self, draws: bool) -> None:
         super().__init__()
-        self.up, self.down, self.draws = nn.Linear(WIDTH, 14), nn.Linear(14, WIDTH), draws
+        self.up, self.down, self.draws = nn.Linear(WIDTH, 28), nn.Linear(14, WIDTH), draws
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.up(x).relu()
+        gate, value = self.up(x).chunk(2, -1)
+        h = gate.sigmoid() * value
         if self.training and self.draws:
             h = h * torch.tensor(np.random.rand(*x.shape[:2], 1) < 0.7).to(h.dtype)
         y: Tensor = self.down(h)
@@ -79,7 +81,7 @@ def test_layers_beside_what_is_drawn_are_pairs(how: str, draws_from: tuple[str, 
     plan = tpk.make_plan(Masked(how), 2, example_inputs=X.float())
     assert host_states() == before, "planning draws nothing of the user's"
     for place in (0, 1):
-        assert [plan[f"blocks.{place}.{name}"].style for name in ("up", "down")] == [Column(), Row()]
+        assert [plan[f"blocks.{place}.{name}"].style for name in ("up", "down")] == [Column(segments=(14, 14)), Row()]
     assert plan.draws_from == draws_from
     assert (f"random numbers of {''.join(draws_from)}: all ranks draw the same" in str(plan)) is bool(draws_from)
     assert tpk.ShardingPlan.from_json(plan.to_json()) == plan
@@ -99,6 +101,14 @@ def test_a_plan_draws_from_generators_that_are_known() -> None:
     plan = tpk.make_plan(Masked("nothing"), 2, example_inputs=X.float())
     with pytest.raises(ValueError, match=r"draws from \['numpy', 'python'\], not from \['dice'\]"):
         tpk.ShardingPlan.from_json(dataclasses.replace(plan, draws_from=("dice",)).to_json())
+
+
+@pytest.mark.cpu
+def test_passes_that_are_compared_draw_the_same() -> None:
+    model, before = Masked().double(), host_states()
+    first, second = (run(net, ((X,), {}), None).outputs for net in (model, copy.deepcopy(model)))
+    assert first and all(torch.equal(value, second[name]) for name, value in first.items())
+    assert host_states() == before
 
 
 def by_value() -> list[str]:
