@@ -32,6 +32,7 @@ CONDITIONS = (
     ),
     Edit("sharding/apply.py", "hosts_in_step(plan.draws_from,", "hosts_in_step((),", f"{DRAWN} -k first_one"),
     Edit("nn/host_generators.py", 'if mode == "same":', "if False:", f"{DRAWN} -k first_one"),
+    Edit("sharding/batches.py", "if draws_from and module.training:", "if False:", f"{DRAWN} -k first_one"),
     Edit("verification/model_passes.py", "seeded_hosts(0)", "seeded_hosts(id(model) % 99991)", f"{DRAWN} -k passes"),
     Edit(ALIKE, "elif func._schema.is_mutable:", "elif False:", f"{SHARED} -k parameters_or"),
     Edit(ALIKE, "list(product((False, True), repeat=conditions))", "[(False,) * conditions]", f"{SHARED} -k every"),

@@ -128,6 +128,14 @@ def by_value() -> list[str]:
         np.random.seed(8)
         outputs.append(net(X))
         outputs[-1].square().sum().backward()
+    np.random.seed(rank)
+    try:
+        model(X)
+        found.append("ranks out of step were not noticed in a call")
+    except ValueError as error:
+        found += [] if "the state of numpy's random numbers differs" in str(error) else [str(error)]
+    model.eval()(X)  # draws nothing
+    model.train()
     why = differs(*outputs, 1e-11)
     return found + ([why] if why else []) + compare_tensors(model, plain, 1e-11)
 

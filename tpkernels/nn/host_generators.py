@@ -38,6 +38,11 @@ class HostStates(NamedTuple):
         kind, keys, *rest = self.numpy
         np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
 
+    def digest(self, names: Collection[str]) -> bytes:
+        """16 bytes that tell the states of ``names`` from others."""
+        told = json.dumps([getattr(self, name) for name in sorted(names)])
+        return hashlib.blake2b(told.encode(), digest_size=16).digest()
+
     def unlike(self, other: HostStates) -> frozenset[str]:
         """Which of :data:`HOSTS` have other states there."""
         return frozenset(name for name in HOSTS if getattr(self, name) != getattr(other, name))
@@ -85,9 +90,8 @@ def hosts_in_step(drawn_from: Collection[str], group: Group, mode: str) -> None:
     """
     if not drawn_from or group.size == 1:
         return
-    what, states = "parallelize", host_states()
-    mine = json.dumps([getattr(states, name) for name in sorted(drawn_from)]).encode()
-    digests = exchange_bytes([group], f"{what}: random generators", hashlib.blake2b(mine, digest_size=16).digest())
+    what = "parallelize"
+    digests = exchange_bytes([group], f"{what}: random generators", host_states().digest(drawn_from))
     if len(set(digests)) == 1:
         return
     if mode == "same":

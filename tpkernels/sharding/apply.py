@@ -283,7 +283,7 @@ def parallelize(
             [modules[name] for name, style in styles.items() if isinstance(style, Row) and not style.split_input],
         )
     if verify:
-        compare_batches(model, tp)
+        compare_batches(model, tp, plan.draws_from if isinstance(plan, ShardingPlan) else ())
     return speak_originals(model)
 
 

@@ -12,7 +12,7 @@ The least of 60 calls, 2 ranks on a 2-core CPU machine that other jobs kept busy
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -23,14 +23,17 @@ from torch.utils._pytree import tree_flatten_with_path
 
 from tpkernels.comm.groups import resolve
 from tpkernels.nn.digests import digest_of
+from tpkernels.nn.host_generators import host_states
 from tpkernels.ops import all_gather
 from tpkernels.ops.agreed_call import exchange
 
 __all__ = ["compare_batches"]
 
 
-def compare_batches(model: nn.Module, mesh: DeviceMesh) -> None:
+def compare_batches(model: nn.Module, mesh: DeviceMesh, draws_from: Collection[str] = ()) -> None:
     """Compare the arguments that the ranks of ``mesh`` pass, at every call of ``model`` from now on.
+
+    ``draws_from``: generators of the host (:mod:`tpkernels.nn.host_generators`) whose states are compared as well.
 
     The call raises ValueError on every rank, before anything is computed, and names the first argument that differs.
     """
@@ -40,6 +43,9 @@ def compare_batches(model: nn.Module, mesh: DeviceMesh) -> None:
 
     def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
         mine = _digests(args, kwargs)
+        if draws_from and module.training:
+            states = host_states()
+            mine |= {f"the state of {name}'s random numbers": states.digest([name]).hex() for name in draws_from}
         total = hashlib.sha256(repr(mine).encode()).digest()
         # Numbers of 32 bits are exact in fp64, and a gather copies them.
         halves = [float(int.from_bytes(total[start : start + 4])) for start in range(0, 16, 4)]
