@@ -21,7 +21,11 @@ CONDITIONS = (
     Edit(HOST, "    begins.set()\n", "    begins  # not set\n", f"{DRAWN} -k pairs"),
     Edit(HOST, "        users.set()\n", "        users  # not set\n", f"{DRAWN} -k pairs"),
     Edit(HOST, "session.shadow.drawn_from |= session.drew", "pass  # not told", f"{DRAWN} -k pairs"),
-    Edit(HOST, "mine != its or", "False or", f"{DRAWN} -k decides"),
+    Edit(HOST, "one != steps[0]", "False", f"{DRAWN} -k decides"),
+    Edit(HOST, "session.drew_once and session.host_after == host_states()", "True", f"{DRAWN} -k decides"),
+    Edit(
+        HOST, "session.host_after is None and np.size(drawn) == 1", "session.host_after is None", f"{DRAWN} -k decides"
+    ),
     Edit(HOST, '"low", "high")', '"low")', f"{DRAWN} -k decides"),
     Edit(HOST, '"low", "high")', '"high")', f"{DRAWN} -k decides"),
     Edit(

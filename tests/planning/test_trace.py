@@ -6,6 +6,7 @@ import gc
 import threading
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -177,6 +178,24 @@ def test_a_grouped_product_that_the_kernel_refuses_is_refused() -> None:
     model = Grouped()
     model.experts = nn.Parameter(torch.randn(4, 9, 8))
     assert "inner sizes differ" in Observation(model, X).problem
+
+
+class Chunked(nn.Module):
+    """It makes a tensor of no numbers, as the audio encoder of Phi-4 does where it has one chunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        begins = torch.Tensor(np.arange(0, 3, -1)).long()
+        y: Tensor = self.down(self.up(x).relu()) + F.pad(begins, (1, 0)).sum()
+        return y
+
+
+def test_a_constant_without_elements_is_followed() -> None:
+    plan = tpk.make_plan(Chunked(), 2, example_inputs=torch.zeros(2, 4))
+    assert (plan["up"].style, plan["down"].style) == (Column(), Row())
 
 
 class Cache:

@@ -286,6 +286,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "task_encoder_hidden_dim": 48,
     },
     "paddleocr_vl": {"image_token_id": 90},
+    "phi4_multimodal": {
+        "audio_config": {"ext_pw_out_channel": 32, "depthwise_separable_out_channel": 32, "nemo_conv_channels": 16}
+    },
     "perceiver": {"d_latents": 32, "num_self_attends_per_block": 2},
     "pocket_tts": {"flow_head_config": {"condition_dim": 32}},
     "pp_doclayout_v2": _HGNET_DETR | {"class_thresholds": [0.5, 0.5], "class_order": [0, 1]},

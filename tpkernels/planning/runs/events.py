@@ -115,7 +115,8 @@ def constant_of(func: Any, tensors: list[Tensor]) -> bytes | None:
     if func.overloadpacket is not aten.lift_fresh or isinstance(tensors[0], FakeTensor):
         return None
     with torch.utils._python_dispatch._disable_current_modes():
-        return tensors[0].detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        flat = tensors[0].detach().cpu().contiguous().flatten()
+        return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""  # of which a view may be refused
 
 
 def is_random(func: Any, args: Any) -> bool:

@@ -262,9 +262,9 @@ class Observation:
                 raise DecidedByDraws from error
             finally:
                 shadow.dice = DICE[0]
-            check_undecided(first, other)
-            found += [other, *other.others]
-        return found
+            found.append(other)
+        check_undecided(first, found)
+        return [one for other in found for one in (other, *other.others)]
 
     def told(self, model: nn.Module) -> str:
         """The inputs of the recorded run, by name and shape; who guessed them."""

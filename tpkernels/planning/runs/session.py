@@ -132,7 +132,11 @@ class Session(Told, TorchDispatchMode):
         self.host_began: HostStates | None = None
         """those that it has begun with,"""
         self.drew: frozenset[str] = frozenset()
-        """and from which it has drawn."""
+        """and from which it has drawn;"""
+        self.drew_once = False
+        """whether that was one number, where the dice are known,"""
+        self.host_after: HostStates | None = None
+        """and the states behind the last one."""
         self.paths: tuple[Path, ...] = ((),)
         """That calls of branching modules take, in turns,"""
         self.rests: list[Rest] = []
