@@ -21,13 +21,14 @@ CONDITIONS = (
     Edit(HOST, "    begins.set()\n", "    begins  # not set\n", f"{DRAWN} -k pairs"),
     Edit(HOST, "        users.set()\n", "        users  # not set\n", f"{DRAWN} -k pairs"),
     Edit(HOST, "session.shadow.drawn_from |= session.drew", "pass  # not told", f"{DRAWN} -k pairs"),
-    Edit(HOST, "one != steps[0]", "False", f"{DRAWN} -k decides"),
+    Edit(HOST, "not alike and not once", "False", f"{DRAWN} -k decides"),
     Edit(HOST, "session.drew_once and session.host_after == host_states()", "True", f"{DRAWN} -k decides"),
     Edit(
         HOST, "session.host_after is None and np.size(drawn) == 1", "session.host_after is None", f"{DRAWN} -k decides"
     ),
-    Edit(HOST, '"low", "high")', '"low")', f"{DRAWN} -k decides"),
-    Edit(HOST, '"low", "high")', '"high")', f"{DRAWN} -k decides"),
+    Edit(HOST, '"high": 1 - 2**-53', '"high": 0.0', f"{DRAWN} -k decides"),
+    Edit(HOST, '"low": 0.0', '"low": 0.5', f"{DRAWN} -k decides"),
+    Edit(HOST, "(*ends, *between)) and all(one in sides for one in others)", "ends)", f"{DRAWN} -k decides"),
     Edit(
         "planning/replays/replay.py",
         "scope.host or self.recording.host_began",

@@ -71,6 +71,7 @@ DECISIONS: dict[str, Callable[[], bool]] = {
 
 ONCE: dict[str, Callable[[], bool]] = {
     "one number": lambda: random.random() < 1e-6,
+    "one of three": lambda: random.randint(0, 2) == 1,
     "one vector": lambda: bool((np.random.rand(2) < 1e-6).any()),
     "another number, too": lambda: random.random() < 1e-6 or np.random.normal() > 9,
 }
@@ -98,7 +99,7 @@ def test_layers_beside_what_is_drawn_are_pairs(how: str, draws_from: tuple[str, 
 
 
 @pytest.mark.cpu
-@pytest.mark.parametrize("how", [*DECISIONS, "one vector", "another number, too"])
+@pytest.mark.parametrize("how", [*DECISIONS, "one of three", "one vector", "another number, too"])
 def test_a_model_that_decides_by_what_is_drawn_is_not_followed(how: str) -> None:
     """Where what is rare was not drawn, one run would show a model that never skips a block."""
     plan = tpk.make_plan(Masked(how), 2, example_inputs=X.float())

@@ -22,7 +22,7 @@ from tpkernels.planning.runs.guessed_inputs import (
     other_ways,
     towers,
 )
-from tpkernels.planning.runs.host_draws import DICE, DecidedByDraws, check_undecided
+from tpkernels.planning.runs.host_draws import BETWEEN, COME, ENDS, DecidedByDraws, check_undecided
 from tpkernels.planning.runs.opaque_modules import NeedsValues, record
 from tpkernels.planning.runs.shadow import MODES, Mode, Shadow
 from tpkernels.planning.runs.tensors import tensors_in
@@ -251,20 +251,23 @@ class Observation:
         Raises:
             DecidedByDraws: it runs something else with these.
         """
-        found: list[Recording] = []
-        for dice in DICE[1:] if any(one.drew for one in (first, *first.others)) else ():
-            shadow.dice = dice
-            try:
-                other = record(shadow, call)
-            except CalledOtherwise:
-                raise
-            except Exception as error:
-                raise DecidedByDraws from error
-            finally:
-                shadow.dice = DICE[0]
-            found.append(other)
-        check_undecided(first, found)
-        return [one for other in found for one in (other, *other.others)]
+        if not any(one.drew for one in (first, *first.others)):
+            return []
+        ends, between = ([self._with_dice(shadow, call, dice) for dice in places] for places in (ENDS, BETWEEN))
+        check_undecided(first, ends, between)
+        return [one for end in ends for one in (end, *end.others)]
+
+    @staticmethod
+    def _with_dice(shadow: Shadow, call: Example, dice: str) -> Recording:
+        shadow.dice = dice
+        try:
+            return record(shadow, call)
+        except CalledOtherwise:
+            raise
+        except Exception as error:
+            raise DecidedByDraws from error
+        finally:
+            shadow.dice = COME
 
     def told(self, model: nn.Module) -> str:
         """The inputs of the recorded run, by name and shape; who guessed them."""

@@ -6,10 +6,11 @@ recording's numbers, and takes the same constants.  Afterwards the user's states
 
 Such a number may also decide what runs (``if random.random() < p``), of which a run shows one side alone.  So a call
 that draws is recorded several times: with numbers as they come, and with the common uniform ones, whole numbers and
-choices all at the lower end of their range, and at the upper.  Each recording is proven by itself.  They may run other
-ops if one number is all that a run draws (whether Phi-4's chunks of sound end or begin with a shorter one): both sides
-are seen then.  Otherwise such a model is not followed (:class:`DecidedByDraws`).  As with guesses of values, this is a
-trial of what the code does, and no proof of what other numbers would lead to.
+choices all at the lower end of their range, and at the upper.  Each of these recordings is proven by itself.  They may
+run other ops if one number is all that a run draws (whether Phi-4's chunks of sound end or begin with a shorter one):
+both sides are seen then.  Numbers between the ends must lead to the same.  Otherwise the model is not followed
+(:class:`DecidedByDraws`).  As with guesses of values, this is a trial of what the code does, and no proof of what other
+numbers would lead to.
 
 Ranks have to draw alike, so the plan says which generators the model draws from, and ``tpk.parallelize`` puts these in
 step (:mod:`tpkernels.nn.host_generators`).
@@ -31,11 +32,15 @@ if TYPE_CHECKING:
     from tpkernels.planning.runs.session import Session
     from tpkernels.planning.runs.trace import Recording
 
-__all__ = ["DICE", "DecidedByDraws", "check_undecided", "drawing"]
+__all__ = ["BETWEEN", "COME", "ENDS", "DecidedByDraws", "check_undecided", "drawing"]
 
-DICE = ("as they come", "low", "high")
-"""How runs draw."""
-_LAST = 1 - 2**-53
+COME = "unknown"
+"""How runs draw;"""
+ENDS = {"low": 0.0, "high": 1 - 2**-53}
+"""and how else: all numbers at this part of their range,"""
+BETWEEN = {"below the middle": 0.3, "middle": 0.5, "above the middle": 0.7}
+"""or here."""
+_PLACES = ENDS | BETWEEN
 
 
 class DecidedByDraws(Exception):
@@ -68,7 +73,7 @@ _states: dict[str, HostStates] = {}
 def _begins(dice: str) -> HostStates:
     if dice not in _states:
         random.seed(f"tpkernels {dice}")
-        np.random.seed(DICE.index(dice))
+        np.random.seed([COME, *_PLACES].index(dice))
         _states[dice] = host_states()
     return _states[dice]
 
@@ -77,10 +82,10 @@ def _begins(dice: str) -> HostStates:
 def _at_an_end(session: Session) -> Iterator[None]:
     """Functions of both modules that draw numbers by which code may decide; each still uses up what it would draw."""
     session.drew_once, session.host_after = False, None
-    if session.dice == DICE[0]:
+    if session.dice == COME:
         yield
         return
-    at = 0.0 if session.dice == "low" else _LAST
+    at = _PLACES[session.dice]
 
     def note(drawn: Any) -> None:
         session.drew_once = session.host_after is None and np.size(drawn) == 1
@@ -99,14 +104,14 @@ def _at_an_end(session: Session) -> Iterator[None]:
 
     def whole(low: Any, high: Any = None, *_: Any, **__: Any) -> Any:
         low, high = (0, low) if high is None else (low, high)
-        return low if at == 0.0 else high - 1
+        return low + int((high - low) * at)
 
     def up_to(low: int, high: int) -> int:
-        return low if at == 0.0 else high
+        return low + int((high + 1 - low) * at)
 
     def chosen(items: Any) -> Any:
         random.random()  # which notes that it was called
-        return items[0 if at == 0.0 else -1]
+        return items[int(len(items) * at)]
 
     def unit(*_: Any, **__: Any) -> float:
         return at
@@ -127,15 +132,18 @@ def _at_an_end(session: Session) -> Iterator[None]:
             one.stop()
 
 
-def check_undecided(first: Recording, others: Sequence[Recording]) -> None:
-    """Check that recordings with other dice ran the same ops on the same tensors as the first, whatever numbers these
-    took, or that they drew no more than one number.
+def check_undecided(first: Recording, ends: Sequence[Recording], between: Sequence[Recording]) -> None:
+    """Check that all recordings of one call ran the same ops on the same tensors, whatever numbers these took; or that
+    those with known dice drew one number alone, and all ran what the ends do.
 
     Raises:
         DecidedByDraws: they did not.
     """
-    steps = [_steps(first), *map(_steps, others)]
-    if any(one != steps[0] for one in steps) and not all(one.drew_once for one in others):
+    sides = [_steps(one) for one in ends]
+    others = [_steps(one) for one in (first, *between)]
+    alike = all(one == sides[0] for one in (*sides, *others))
+    once = all(one.drew_once for one in (*ends, *between)) and all(one in sides for one in others)
+    if not alike and not once:
         raise DecidedByDraws
 
 

@@ -36,7 +36,7 @@ from tpkernels.planning.runs.fake_answers import GUESSES, Answers, fake_as_real
 from tpkernels.planning.runs.fake_copies import like, uncopyable
 from tpkernels.planning.runs.function_calls import functions_seen
 from tpkernels.planning.runs.gradient_code import code_of_gradients
-from tpkernels.planning.runs.host_draws import DICE, drawing
+from tpkernels.planning.runs.host_draws import COME, drawing
 from tpkernels.planning.runs.known_values import constants_of, values_of
 from tpkernels.planning.runs.module_state import Noting, put
 from tpkernels.planning.runs.trace_leaks import Caches
@@ -87,7 +87,7 @@ class Shadow:
     """what is being called of these and of all that works by channels."""
     branching: Collection[str] = frozenset()
     """Modules that branch on a condition of tensors."""
-    dice = DICE[0]
+    dice = COME
     """How runs draw random numbers from Python and NumPy,"""
     drawn_from: Set[str] = frozenset()
     """and from which of these any run has drawn some."""
