@@ -267,6 +267,7 @@ PLANNER = (
         "nn/part_statistics.py", "torch.where(spread, variance, 1).sqrt()", "variance.sqrt()", f"{STATISTICS} -k values"
     ),
     Edit("nn/part_statistics.py", "len(dims) == 1", "True", f"{STATISTICS} -k only_statistics"),
+    Edit("sharding/followed_calls.py", "self.thread and self.parts.of(x) is None", "0", f"{STATISTICS} -k values"),
     Edit("planning/replays/statistic_steps.py", "return around and", "return", f"{STATISTICS} -k module"),
     Edit("planning/replays/statistic_steps.py", "one_piece and not degrees()", "one_piece", f"{STATISTICS} -k blocks"),
     Edit("planning/replays/statistic_steps.py", "self._summed.add(id(out))", "pass", f"{STATISTICS} -k of_all_ranks"),

@@ -36,19 +36,19 @@ class Sparse(nn.Module):
 
     def __init__(self, how: str = "") -> None:
         super().__init__()
-        features = 16 if how == "half is whole" else FEATURES
+        features = 2 * WIDTH if how.startswith("half") else FEATURES
         self.gate, self.up, self.down = (
             nn.Linear(*sizes, bias=False) for sizes in ((WIDTH, features), (WIDTH, features), (features, WIDTH))
         )
         self.centred, self.how = Centred(), how
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, centre: bool = False) -> Tensor:
         gate = self.gate(x)
         if self.how == "in a module":
             gate = self.centred(gate)
         if self.how == "of tokens":
             gate = gate - gate.mean((-2, -1), keepdim=True)
-        if self.how == "half is whole":  # as many as a rank has
+        if self.how == "half is whole" or centre:  # as many as a rank has
             x = x - x.mean(-1, keepdim=True)
         mean = torch.mean(gate, dim=-1, keepdim=True)
         spread = gate.std(-1, unbiased=False).unsqueeze(-1) + torch.var(gate, -1, keepdim=True)
@@ -64,8 +64,8 @@ class Model(nn.Module):
         super().__init__()
         self.mlp = Sparse(how)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.mlp(x)
+    def forward(self, x: Tensor, centre: bool = False) -> Tensor:
+        y: Tensor = self.mlp(x, centre)
         return y
 
 
@@ -144,6 +144,9 @@ def by_value() -> list[str]:
         warnings.simplefilter("error", UnprovenCallWarning)
         wrong = problems("sparse MLP", Model(), X, "mlp.down")
     mesh = tp_mesh()
+    halves = tpk.parallelize(Model("half").double(), mesh, example_inputs=X)
+    with pytest.raises(ValueError, match="takes a mean or a spread of a whole tensor"):
+        halves(X, centre=True)
     sizes = (FEATURES - FEATURES // 2, FEATURES // 2)
     for dtype, number in ((torch.float64, 0), (torch.float32, 1)):
         for place, call in enumerate(CALLS):

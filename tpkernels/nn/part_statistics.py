@@ -18,6 +18,7 @@ its own features.  It owns what such a call is, for the planner that records it 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +30,10 @@ from torch.overrides import TorchFunctionMode
 from tpkernels.nn.function_modes import run_within
 from tpkernels.ops import all_gather, all_reduce, copy_to_group
 
-__all__ = ["Parts", "PartStatistics", "Statistic", "over_parts", "statistic_of", "take_over_parts"]
+__all__ = ["Parts", "PartStatistics", "Statistic", "over_parts", "statistic_of", "take_over_parts", "taken_of"]
+
+taken_of: ContextVar[Callable[[Tensor], None] | None] = ContextVar("taken_of", default=None)
+"""Who is told of what one is taken: a call that is followed."""
 
 _KINDS: dict[Any, str] = {
     torch.mean: "mean", Tensor.mean: "mean", torch.var: "var", Tensor.var: "var", torch.std: "std", Tensor.std: "std",
@@ -122,6 +126,8 @@ class PartStatistics(TorchFunctionMode):
         kwargs = kwargs or {}
         statistic = statistic_of(func, args, kwargs)
         if statistic is not None and statistic.x.shape[-1] == self.parts.sizes[self.parts.mesh.get_local_rank()]:
+            if (told := None if torch.compiler.is_compiling() else taken_of.get()) is not None:
+                told(statistic.x)
             return over_parts(statistic, self.parts)
         return func(*args, **kwargs)
 

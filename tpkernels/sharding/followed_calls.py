@@ -23,6 +23,7 @@ from tpkernels.nn.feature_embedding import FeatureParallelEmbedding
 from tpkernels.nn.multihead import ParallelMultiheadAttention
 from tpkernels.nn.packed import PackedColumnParallelLinear
 from tpkernels.nn.paired_convolution import gives_channels, segments_given, segments_taken, takes_channels
+from tpkernels.nn.part_statistics import taken_of
 from tpkernels.nn.row import RowParallelLinear
 from tpkernels.nn.sliced import read_packed, sliced_parameters
 from tpkernels.partition import chunk_sizes
@@ -41,6 +42,10 @@ _HOOKS = {
 """Kinds of hooks, and which of a module's tensors (or of their gradients) they see."""
 _OURS = ("tpkernels.", "torch.", "transformers.utils.output_capturing")
 """Packages whose hooks may see parts; what transformers captures leaves through the model's output."""
+_ANOTHER_PATH = (
+    "it takes another path than the calls that the plan was proven for; make the plan with example_inputs as those of "
+    'this call, or with overrides={...: "replicate"}'
+)
 
 
 @dataclass
@@ -72,11 +77,19 @@ class Followed(AbstractContextManager["Followed"]):
         told = read_packed.set(self._packed_read)
         self.stack.callback(read_packed.reset, told)
         self.stack.callback(convolved.reset, convolved.set(self._convolved))
+        self.stack.callback(taken_of.reset, taken_of.set(self._statistic_taken))
         self.stack.enter_context(self.parts)
         return self
 
     def _packed_read(self, part: Tensor, dim: int, sizes: tuple[int, ...], copied: int, behind: int) -> None:
         self.parts.mark(part, frozenset([Split(dim, sizes, copied=copied, behind=behind)]))
+
+    def _statistic_taken(self, x: Tensor) -> None:
+        if threading.get_ident() == self.thread and self.parts.of(x) is None:
+            self.other_ways.append(
+                f"this call takes a mean or a spread of a whole tensor of {list(x.shape)}, where the plan knows those "
+                f"of features that are cut: {_ANOTHER_PATH}"
+            )
 
     def __exit__(self, *_: object) -> None:
         self.stack.close()
@@ -124,8 +137,7 @@ class Followed(AbstractContextManager["Followed"]):
         elif Split(dim % x.dim(), sizes or (x.shape[dim],)) not in mark:
             self.other_ways.append(
                 f"this call gives {name!r}, a row of the plan, a part that is not cut by features or channels as its "
-                "weight is: it takes another path than the calls that the plan was proven for; make the plan with "
-                'example_inputs as those of this call, or with overrides={...: "replicate"}'
+                f"weight is: {_ANOTHER_PATH}"
             )
 
     def _check_hooks(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
