@@ -251,8 +251,8 @@ PLANNER = (
     Edit("sharding/part_tracking.py", 'name == "all_gather" and not args[4]', "False", TRAINED),
     Edit(
         "nn/part_statistics.py",
-        "copy_to_group(all_reduce(x.sum(-1, keepdim=True), mesh), mesh)",
-        "all_reduce(x.sum(-1, keepdim=True), mesh)",
+        "copy_to_group(all_reduce(own, mesh), mesh)",
+        "all_reduce(own, mesh)",
         f"{STATISTICS} -k values",
     ),
     Edit("nn/part_statistics.py", "variances + (means - joined).square()", "variances", f"{STATISTICS} -k values"),
@@ -268,7 +268,17 @@ PLANNER = (
     ),
     Edit("nn/part_statistics.py", "len(dims) == 1", "True", f"{STATISTICS} -k only_statistics"),
     Edit("sharding/followed_calls.py", "self.thread and self.parts.of(x) is None", "0", f"{STATISTICS} -k values"),
-    Edit("planning/replays/statistic_steps.py", "return around and", "return", f"{STATISTICS} -k module"),
+    Edit("planning/replays/statistic_steps.py", "return near and", "return", f"{STATISTICS} -k elsewhere"),
+    Edit(
+        "planning/replays/statistic_steps.py", " or within == path[: len(within)]", "", f"{STATISTICS} -k of_all_ranks"
+    ),
+    Edit("nn/part_statistics.py", 'if statistic.kind == "mean" else y', "if True else y", f"{STATISTICS} -k values"),
+    Edit(
+        "nn/part_statistics.py",
+        "torch.ops.aten.sum(x, [-1], True)",
+        "x.sum(-1, keepdim=True)",
+        f"{STATISTICS} -k values",
+    ),
     Edit("planning/replays/statistic_steps.py", "one_piece and not degrees()", "one_piece", f"{STATISTICS} -k blocks"),
     Edit("planning/replays/statistic_steps.py", "self._summed.add(id(out))", "pass", f"{STATISTICS} -k of_all_ranks"),
     Edit("planning/replays/statistic_steps.py", ".intersection(sizes)", ".intersection(())", f"{STATISTICS} -k half"),

@@ -1,4 +1,4 @@
-"""Means and spreads over features that are cut (Gemma 3n's sparse MLP): plans, and values and gradients in fp64."""
+"""Sums, means and spreads over features that are cut (Gemma 3n's sparse MLP): plans, and values and gradients in fp64."""
 
 from __future__ import annotations
 
@@ -31,6 +31,13 @@ class Centred(nn.Module):
         return x - x.mean(-1, keepdim=True)
 
 
+class Unit(nn.Module):
+    """A norm without parameters, as nGPT has before a row: onto the unit sphere."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6)
+
+
 class Sparse(nn.Module):
     """The MLP of transformers' Gemma 3n, which keeps what is far above the mean of a token; or ``how`` it is not."""
 
@@ -40,12 +47,13 @@ class Sparse(nn.Module):
         self.gate, self.up, self.down = (
             nn.Linear(*sizes, bias=False) for sizes in ((WIDTH, features), (WIDTH, features), (features, WIDTH))
         )
-        self.centred, self.how = Centred(), how
+        self.centred, self.unit, self.how = Centred(), Unit(), how
+        self.elsewhere: list[Centred] = []
 
     def forward(self, x: Tensor, centre: bool = False) -> Tensor:
         gate = self.gate(x)
-        if self.how == "in a module":
-            gate = self.centred(gate)
+        for centred in self.elsewhere:
+            gate = centred(gate)
         if self.how == "of tokens":
             gate = gate - gate.mean((-2, -1), keepdim=True)
         if self.how == "half is whole" or centre:  # as many as a rank has
@@ -55,7 +63,7 @@ class Sparse(nn.Module):
         kept = F.relu(gate - (mean + 0.3 * spread))
         if self.how == "meets an activation":
             x = x + mean
-        y: Tensor = x + self.down(F.gelu(kept) * self.up(x))
+        y: Tensor = x + self.down(self.unit(self.centred(F.gelu(kept) * self.up(x))))
         return y
 
 
@@ -63,6 +71,9 @@ class Model(nn.Module):
     def __init__(self, how: str = "") -> None:
         super().__init__()
         self.mlp = Sparse(how)
+        if how == "in a module elsewhere":
+            self.centred = Centred()
+            self.mlp.elsewhere = [self.centred]
 
     def forward(self, x: Tensor, centre: bool = False) -> Tensor:
         y: Tensor = self.mlp(x, centre)
@@ -73,11 +84,15 @@ class Model(nn.Module):
 def test_statistics_between_linears_are_of_all_ranks() -> None:
     plan = tpk.make_plan(Model(), 3, example_inputs=X.float())
     assert [plan[f"mlp.{name}"].style for name in ("gate", "up", "down")] == [Column(), Column(), Row()]
-    assert plan.statistics == {"mlp": (FEATURES, (5, 5, 3))}
-    # A number per row of the mean, two of each rank of both others, forward and backward, in fp32.
-    assert plan.statistic_bytes == 15 * 2 * 4 * (2 + 2 * 6) * 2 // 3
+    sizes = FEATURES, (5, 5, 3)
+    assert plan.statistics == {"mlp": sizes, "mlp.centred": sizes, "mlp.unit": sizes}
+    # A number per row of the sum and both means, two of each rank of both spreads, forward and backward, in fp32.
+    assert plan.statistic_bytes == 15 * 2 * 4 * (3 * 2 + 2 * 6) * 2 // 3
     assert plan.wire_bytes == plan.statistic_bytes + sum(entry.wire_bytes or 0 for entry in plan.entries)
-    assert f"means and spreads over all ranks: of {FEATURES} features in mlp, which sends 1.1 KiB" in str(plan)
+    assert (
+        f"sums, means and spreads over all ranks: of {FEATURES} features in mlp, {FEATURES} features in mlp.centred, "
+        f"{FEATURES} features in mlp.unit, which sends 1.4 KiB"
+    ) in " ".join(str(plan).split())
     assert tpk.ShardingPlan.from_json(plan.to_json()) == plan
     with pytest.raises(ValueError, match="no module 'other'"):
         dataclasses.replace(plan, statistics={"other": (FEATURES, (5, 5, 3))}).validate(Model())
@@ -87,9 +102,9 @@ def test_statistics_between_linears_are_of_all_ranks() -> None:
 @pytest.mark.parametrize(
     ("how", "why"),
     [
-        ("in a module", "aten.mean: the dimension that is cut is reduced"),
+        ("in a module elsewhere", "aten.mean: the dimension that is cut is reduced"),
         ("of tokens", "aten.mean: the dimension that is cut is reduced"),
-        ("half is whole", "mlp takes means or spreads over 8 features that are not cut as well"),
+        ("half is whole", "mlp takes sums, means or spreads over 8 features that are not cut as well"),
         ("meets an activation", "activation that is whole meets parts"),
     ],
 )
@@ -106,6 +121,8 @@ def test_layers_are_gathered_where_sums_would_be_in_no_blocks() -> None:
 
 
 CALLS: list[Callable[[Tensor], Tensor]] = [
+    lambda x: torch.sum(x, -1),
+    lambda x: x.sum(dim=2, keepdim=True, dtype=torch.float64),
     lambda x: torch.mean(x, -1),
     lambda x: x.mean(dim=(-1,), keepdim=True),
     lambda x: x.mean(axis=2, dtype=torch.float64),
@@ -116,7 +133,7 @@ CALLS: list[Callable[[Tensor], Tensor]] = [
     lambda x: torch.var(input=x, dim=-1, correction=2.5),
 ]
 OTHERS: list[Callable[[Tensor], Tensor]] = [
-    torch.mean, torch.std, lambda x: x.std(True), lambda x: x.mean(1), lambda x: x.var((-1, -2)), lambda x: x.sum(-1),
+    torch.mean, torch.std, lambda x: x.std(True), lambda x: x.mean(1), lambda x: x.var((-1, -2)), torch.sum,
 ]  # fmt: skip
 
 
@@ -145,7 +162,7 @@ def by_value() -> list[str]:
         wrong = problems("sparse MLP", Model(), X, "mlp.down")
     mesh = tp_mesh()
     halves = tpk.parallelize(Model("half").double(), mesh, example_inputs=X)
-    with pytest.raises(ValueError, match="takes a mean or a spread of a whole tensor"):
+    with pytest.raises(ValueError, match="takes a sum, a mean or a spread of a whole tensor"):
         halves(X, centre=True)
     sizes = (FEATURES - FEATURES // 2, FEATURES // 2)
     for dtype, number in ((torch.float64, 0), (torch.float32, 1)):

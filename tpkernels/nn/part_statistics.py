@@ -1,13 +1,15 @@
-"""Code that takes the mean or the spread of features that are cut over the ranks, as Gemma 3n's sparse MLP does.
+"""Code that takes a sum, the mean or the spread of features that are cut over the ranks, as Gemma 3n's sparse MLP and a
+norm without parameters do.
 
 ::
 
-    torch.mean(x, -1)   runs as   m = sum over ranks of sum(x_r, -1) / features
+    torch.sum(x, -1)    runs as   s = sum over ranks of sum(x_r, -1)
+    torch.mean(x, -1)   runs as   m = s / features
     torch.var(x, -1)    runs as   v = sum over ranks of n_r * (v_r + (m_r - m) ** 2) / (features - correction)
     torch.std(x, -1)    runs as   sqrt(v)
 
 x_r ``[..., n_r]`` is this rank's part of the features, and m_r and v_r are its mean and variance, without a correction.
-The mean costs one number per row, an all-reduce forward and one backward; the others two numbers per row, an all-gather
+A sum and a mean cost one number per row, an all-reduce forward and one backward; the others two numbers per row, an all-gather
 forward and a reduce-scatter backward.  They compute in fp32 (fp64 for fp64), rounded once.  Variances are joined as
 Chan, Golub and LeVeque do (1979), as those of :mod:`tpkernels.nn.part_norm` are.
 
@@ -36,7 +38,8 @@ taken_of: ContextVar[Callable[[Tensor], None] | None] = ContextVar("taken_of", d
 """Who is told of what one is taken: a call that is followed."""
 
 _KINDS: dict[Any, str] = {
-    torch.mean: "mean", Tensor.mean: "mean", torch.var: "var", Tensor.var: "var", torch.std: "std", Tensor.std: "std",
+    torch.sum: "sum", Tensor.sum: "sum", torch.mean: "mean", Tensor.mean: "mean",
+    torch.var: "var", Tensor.var: "var", torch.std: "std", Tensor.std: "std",
 }  # fmt: skip
 _OTHER_NAMES = {"axis": "dim", "keepdims": "keepdim"}
 
@@ -49,9 +52,14 @@ class Statistic:
     x: Tensor
     keepdim: bool
     correction: float
-    """0 of a mean."""
+    """0 of a sum or a mean."""
     dtype: torch.dtype | None
-    """That a mean is asked for in."""
+    """That a sum or a mean is asked for in."""
+
+    @property
+    def summed(self) -> bool:
+        """Whether one number per row is added up over the ranks."""
+        return self.kind in ("sum", "mean")
 
 
 @dataclass(frozen=True)
@@ -71,7 +79,7 @@ def statistic_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> S
     if kind is None:
         return None
     named = {_OTHER_NAMES.get(name, name): value for name, value in kwargs.items()}
-    names = ("input", "dim", "keepdim") if kind == "mean" else ("input", "dim", "unbiased", "keepdim")
+    names = ("input", "dim", "keepdim") if kind in ("sum", "mean") else ("input", "dim", "unbiased", "keepdim")
     if len(args) > len(names) or {*names[: len(args)]} & named.keys():
         return None
     named |= dict(zip(names, args, strict=False))
@@ -82,7 +90,7 @@ def statistic_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> S
         correction = 1 if unbiased else 0
     if named or not isinstance(x, Tensor) or not x.dtype.is_floating_point or not _is_last(dim, x.dim()):
         return None
-    return Statistic(kind, x, bool(keepdim), 0 if kind == "mean" else correction, dtype)
+    return Statistic(kind, x, bool(keepdim), 0 if kind in ("sum", "mean") else correction, dtype)
 
 
 def _is_last(dim: Any, count: int) -> bool:
@@ -95,8 +103,10 @@ def over_parts(statistic: Statistic, parts: Parts) -> Tensor:
     x, sizes, mesh = statistic.x, parts.sizes, parts.mesh
     features, given = sum(sizes), statistic.dtype or x.dtype
     x = x.to(torch.float64 if given == torch.float64 else torch.float32)
-    if statistic.kind == "mean":
-        y = copy_to_group(all_reduce(x.sum(-1, keepdim=True), mesh), mesh) / features
+    if statistic.summed:
+        own = torch.ops.aten.sum(x, [-1], True)  # no call of torch.sum: a module around may take its own over all ranks
+        y = copy_to_group(all_reduce(own, mesh), mesh)
+        y = y / features if statistic.kind == "mean" else y
     else:
         variance, mean = torch.var_mean(x, -1, correction=0, keepdim=True)
         means, variances = all_gather(torch.stack((mean, variance), -1).unsqueeze(0), mesh).unbind(-1)
@@ -114,7 +124,7 @@ def _root(variance: Tensor) -> Tensor:
 
 
 class PartStatistics(TorchFunctionMode):
-    """Within it, a mean or a spread over as many features as this rank has of ``parts`` is one over all of them."""
+    """Within it, a sum, a mean or a spread over as many features as this rank has of ``parts`` is one over all of them."""
 
     def __init__(self, parts: Parts) -> None:
         super().__init__()

@@ -87,7 +87,7 @@ class Followed(AbstractContextManager["Followed"]):
     def _statistic_taken(self, x: Tensor) -> None:
         if threading.get_ident() == self.thread and self.parts.of(x) is None:
             self.other_ways.append(
-                f"this call takes a mean or a spread of a whole tensor of {list(x.shape)}, where the plan knows those "
+                f"this call takes a sum, a mean or a spread of a whole tensor of {list(x.shape)}, where the plan knows those "
                 f"of features that are cut: {_ANOTHER_PATH}"
             )
 

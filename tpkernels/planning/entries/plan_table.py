@@ -152,7 +152,7 @@ def _totals(plan: ShardingPlan) -> list[str]:
     lines += [f"called where {line}" for line in _by_weight(plan)]
     if plan.statistics:
         sent = _bytes(plan.statistic_bytes)
-        lines.append(f"means and spreads over all ranks: of {', '.join(_statistics(plan))}, which sends {sent}")
+        lines.append(f"sums, means and spreads over all ranks: of {', '.join(_statistics(plan))}, which sends {sent}")
     if plan.draws_from:
         lines.append(f"random numbers of {' and '.join(plan.draws_from)}: all ranks draw the same")
     if plan.random:

@@ -61,7 +61,7 @@ class Decision:
     whole_draws: tuple[str, ...] = ()
     """Modules called between such layers that draw for whole tensors, which all ranks share."""
     statistics: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
-    """Modules that take means or spreads over features that are cut: how many there are, and on each rank."""
+    """Modules that take sums, means or spreads over features that are cut: how many there are, and on each rank."""
     adapters: dict[str, str] = field(default_factory=dict)
     """Layers of narrow pairs whose other layer is cut with a larger group, and that one."""
     together: dict[str, tuple[str, ...]] = field(default_factory=dict)

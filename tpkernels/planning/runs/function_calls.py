@@ -1,6 +1,6 @@
 """What a run sees of the functions that a model's code calls, before they are ops.
 
-It owns the list of these function modes, and the one for means and spreads over the last dimension: one rank has a part
+It owns the list of these function modes, and the one for sums, means and spreads over the last dimension: one rank has a part
 of what they are taken over (:mod:`tpkernels.nn.part_statistics`).
 """
 
@@ -23,7 +23,7 @@ __all__ = ["StatisticCall", "functions_seen"]
 
 
 class StatisticCall(NamedTuple):
-    """One mean or spread in a recording, by the event that it begins with."""
+    """One sum, mean or spread in a recording, by the event that it begins with."""
 
     statistic: Statistic
     module: str

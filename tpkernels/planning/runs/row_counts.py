@@ -66,7 +66,7 @@ def untrained_in(recordings: Sequence[Recording]) -> frozenset[str]:
 def bytes_of_statistics(
     recordings: Sequence[Recording], statistics: Mapping[str, tuple[int, tuple[int, ...]]], world_size: int
 ) -> int:
-    """What one rank sends for means and spreads over features that are cut, forward and backward, over all calls.
+    """What one rank sends for sums, means and spreads over features that are cut, forward and backward, over all calls.
 
     Of several examples the first that takes one in a module counts.
     """
@@ -74,7 +74,7 @@ def bytes_of_statistics(
     for recording in reversed(recordings):
         one: dict[str, int] = {}
         for call in recording.statistics.values():
-            x, numbers = call.statistic.x, 2 if call.statistic.kind == "mean" else 2 * world_size
+            x, numbers = call.statistic.x, 2 if call.statistic.summed else 2 * world_size
             if call.module in statistics and x.shape[-1] == statistics[call.module][0]:
                 item = 8 if (call.statistic.dtype or x.dtype) == torch.float64 else 4
                 sent = 2 * numbers * item * _rows(x) * (world_size - 1) // world_size

@@ -119,7 +119,7 @@ class Recording(Session):
         self.norm_calls: dict[int, NormCall] = {}
         """Of modules that may be norms, by the event that each begins with."""
         self.statistics: dict[int, StatisticCall] = {}
-        """Of means and spreads over the last dimension, in the same way."""
+        """Of sums, means and spreads over the last dimension, in the same way."""
         self.channel_calls: dict[int, ChannelCall] = {}
         """Of modules that can be cut by channels, in the same way,"""
         self.called_otherwise: set[str] = set()
