@@ -21,6 +21,7 @@ ALONE, VALUES = "tests/planning/test_why_alone.py", "tests/planning/test_known_v
 FOLLOWED, STATE = "tests/planning/test_followed.py", "tests/planning/test_module_state.py"
 PICKING = "planning/replays/picking_rules.py"
 STATISTICS = "tests/planning/test_part_statistics.py"
+JOINED = "tests/planning/test_joined_groups.py"
 RESPONSE = "tests/planning/test_response_norm.py"
 APART = "tests/planning/test_heads_apart.py -m cpu"
 CROSSED = "tests/planning/test_crossed_heads.py -m cpu"
@@ -268,9 +269,16 @@ PLANNER = (
     ),
     Edit("nn/part_statistics.py", "len(dims) == 1", "True", f"{STATISTICS} -k only_statistics"),
     Edit("sharding/followed_calls.py", "self.thread and self.parts.of(x) is None", "0", f"{STATISTICS} -k values"),
+    Edit("planning/proofs/decision.py", "or others[0] in seen", "or True", f"{JOINED} -k both_projections"),
+    Edit(
+        "planning/proofs/decision.py",
+        "{*others[0].layers} or degrees()",
+        "{*others[0].layers}",
+        f"{JOINED} -k after_another",
+    ),
     Edit("planning/replays/statistic_steps.py", "return near and", "return", f"{STATISTICS} -k elsewhere"),
     Edit(
-        "planning/replays/statistic_steps.py", " or within == path[: len(within)]", "", f"{STATISTICS} -k of_all_ranks"
+        "planning/replays/statistic_steps.py", " or asked.is_relative_to(around)", "", f"{STATISTICS} -k of_all_ranks"
     ),
     Edit("nn/part_statistics.py", 'if statistic.kind == "mean" else y', "if True else y", f"{STATISTICS} -k values"),
     Edit(

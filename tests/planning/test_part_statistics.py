@@ -1,4 +1,4 @@
-"""Sums, means and spreads over features that are cut (Gemma 3n's sparse MLP): plans, and values and gradients in fp64."""
+"""Sums, means and spreads over features that are cut (Gemma 3n): plans, and values and gradients in fp64."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_statistics_between_linears_are_of_all_ranks() -> None:
     [
         ("in a module elsewhere", "aten.mean: the dimension that is cut is reduced"),
         ("of tokens", "aten.mean: the dimension that is cut is reduced"),
-        ("half is whole", "mlp takes sums, means or spreads over 8 features that are not cut as well"),
+        ("half is whole", "mlp takes sums, means or spreads over 8 features that are whole, too"),
         ("meets an activation", "activation that is whole meets parts"),
     ],
 )

@@ -9,9 +9,9 @@ norm without parameters do.
     torch.std(x, -1)    runs as   sqrt(v)
 
 x_r ``[..., n_r]`` is this rank's part of the features, and m_r and v_r are its mean and variance, without a correction.
-A sum and a mean cost one number per row, an all-reduce forward and one backward; the others two numbers per row, an all-gather
-forward and a reduce-scatter backward.  They compute in fp32 (fp64 for fp64), rounded once.  Variances are joined as
-Chan, Golub and LeVeque do (1979), as those of :mod:`tpkernels.nn.part_norm` are.
+A sum and a mean cost one number per row, an all-reduce forward and one backward; the others two numbers per row, an
+all-gather forward and a reduce-scatter backward.  They compute in fp32 (fp64 for fp64), rounded once.  Variances are
+joined as Chan, Golub and LeVeque do (1979), as those of :mod:`tpkernels.nn.part_norm` are.
 
 What comes out is whole and equal on every rank.  Its gradient is summed over the ranks, each of which has the share of
 its own features.  It owns what such a call is, for the planner that records it and for the parallel model.
@@ -124,7 +124,7 @@ def _root(variance: Tensor) -> Tensor:
 
 
 class PartStatistics(TorchFunctionMode):
-    """Within it, a sum, a mean or a spread over as many features as this rank has of ``parts`` is one over all of them."""
+    """Within it, a sum, mean or spread over as many features as this rank has of ``parts`` is one over all of them."""
 
     def __init__(self, parts: Parts) -> None:
         super().__init__()

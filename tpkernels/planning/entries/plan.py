@@ -130,7 +130,7 @@ class ShardingPlan:
     by_weight: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Modules whose code multiplies by weights of layers itself (``F.linear(x, self.qkv.weight)``), and the layers."""
     statistics: Mapping[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
-    """Modules whose code takes a sum, a mean or a spread over features that are cut: how many there are, and on each rank."""
+    """Modules whose code takes sums, means or spreads over features that are cut: how many, and on each rank."""
     statistic_bytes: int = 0
     """Sent by one rank for these in a forward and a backward pass over the example."""
     draws_from: tuple[str, ...] = ()

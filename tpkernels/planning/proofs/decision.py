@@ -10,7 +10,7 @@ largest one cuts: code with a literal number of heads runs on one rank, and does
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from types import MappingProxyType
@@ -19,6 +19,7 @@ from typing import Any
 from tpkernels.planning.modules.part_norms import KnownNorm, find_norms
 from tpkernels.planning.proofs.convolution_pairs import PairChoice
 from tpkernels.planning.proofs.hypotheses import Attributes, Proof, Whole
+from tpkernels.planning.proofs.joined_groups import join
 from tpkernels.planning.proofs.pair_proofs import both_roles, roles_of
 from tpkernels.planning.proofs.random_draws import may_drop, random_pairs
 from tpkernels.planning.proofs.replay_checks import drawn_for_whole, half_partial
@@ -177,7 +178,10 @@ class _Decider:
             if self._is_narrow(group):
                 shared = layers & {name for other in self.decision.proven if other.size > 2 for name in other.layers}
                 self.decision.adapters |= {name: min(shared) for name in layers - used if shared}
-            if layers & used or self._contradicts(group):
+            if self._contradicts(group):
+                continue
+            if layers & used:
+                self._join(group, groups)
                 continue
             scope = self.search.scope_of(group)
             self.scopes[group] = scope.name
@@ -201,6 +205,22 @@ class _Decider:
             used |= layers | set(proof.feeders)
             self.decision.proven[group] = proof
         return waiting
+
+    def _join(self, group: Group, seen: Collection[Group]) -> None:
+        """Prove a group that shares layers with one that another example has shown, and make one of both."""
+        others = [other for other in self.decision.proven if {*group.layers} & {*other.layers}]
+        if len(others) != 1 or others[0] in seen or {*group.layers} <= {*others[0].layers} or degrees():
+            return
+        scope = self.search.scope_of(group).name
+        if self.scopes[others[0]] != scope:
+            return
+        try:
+            joined, proof = join(others[0], self.decision.proven[others[0]], group, self._proof(group))
+        except Unproven as error:
+            self.decision.refused[group] = error
+            return
+        del self.decision.proven[others[0]]
+        self.decision.proven[joined], self.scopes[joined] = proof, scope
 
     def _bars(self, name: str, group: Group) -> bool:
         return name in self.excluded and not (name in group.tables and self.excluded[name] == OWN_CODE)

@@ -1,15 +1,16 @@
-"""Steps of a replay that take a sum, a mean or a spread over features that are cut, in the code between a column and its row.
+"""Steps of a replay that take a sum, a mean or a spread over features that are cut, between a column and its row.
 
 It owns :class:`StatisticSteps`, between the steps that are cut by channels and those that show a width.  Such a call is
 one step (:mod:`tpkernels.nn.part_statistics`): what it gives is whole, and each rank has a share of its gradient.  It
-is proven only in the module that calls the layers of the group, or in one inside of it, and where the parallel model can tell these calls from
-others by their number of features.
+is proven only in the module that calls the layers of the group, or inside of it, and where the parallel model can tell
+these calls from others by their number of features.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from os.path import commonprefix
+from os.path import commonpath
+from pathlib import PurePosixPath
 from typing import Any
 
 from torch import Tensor
@@ -64,12 +65,12 @@ class StatisticSteps(ChannelSteps):
         return out
 
     def _is_proven(self, statistic: Statistic, split: Split, module: str) -> bool:
-        """Whether it is over all features of a group in one piece, and in the module around its layers, or inside of it."""
+        """Whether it is over all features of a group in one piece, and in the module around its layers, or in that."""
         groups = self._groups[id(statistic.x)]
         layers = [name for name, role in self.roles.items() if role.group in groups and role.kind in ("column", "row")]
-        within = commonprefix([name.split(".")[:-1] for name in layers])
-        path = module.split(".") if module else []
-        near = path == within[: len(path)] or within == path[: len(within)]
+        around = PurePosixPath(commonpath([name.replace(".", "/") for name in layers]))
+        asked = PurePosixPath(module.replace(".", "/"))
+        near = around.is_relative_to(asked) or asked.is_relative_to(around)
         one_piece = len(split.segments) == 1 and not split.copied and statistic.correction < split.segments[0]
         return near and one_piece and not degrees()
 
@@ -84,6 +85,4 @@ class StatisticSteps(ChannelSteps):
         for name, (_, sizes) in self.statistics.items():
             if alike := self._other_statistics.get(name, set()).intersection(sizes):
                 self.blame = self._statistics_of[name]
-                raise Unproven(
-                    f"{name} takes sums, means or spreads over {min(alike)} features that are not cut as well"
-                )
+                raise Unproven(f"{name} takes sums, means or spreads over {min(alike)} features that are whole, too")

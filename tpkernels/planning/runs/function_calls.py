@@ -1,7 +1,7 @@
 """What a run sees of the functions that a model's code calls, before they are ops.
 
-It owns the list of these function modes, and the one for sums, means and spreads over the last dimension: one rank has a part
-of what they are taken over (:mod:`tpkernels.nn.part_statistics`).
+It owns the list of these function modes, and the one for sums, means and spreads over the last dimension: one rank has
+a part of what they are taken over (:mod:`tpkernels.nn.part_statistics`).
 """
 
 from __future__ import annotations
