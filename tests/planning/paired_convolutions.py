@@ -38,9 +38,9 @@ class Shortcut(Residual):
 class Dense(nn.Module):
     """A block of HGNet: a convolution takes what all before it give, and what goes in."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 7) -> None:
         super().__init__()
-        self.stem, self.joined, self.last = conv(3, 7), conv(17, 7), conv(7, 4)
+        self.stem, self.joined, self.last = conv(3, 7), conv(17, width), conv(width, 4)
         self.layers = nn.ModuleList([conv(7, 5), nn.Sequential(conv(5, 5, 1), conv(5, 5, groups=5))])
 
     def forward(self, x: Tensor) -> Tensor:
@@ -326,6 +326,16 @@ def snake() -> nn.Module:
     return nn.Sequential(nn.Flatten(2), nn.Conv1d(3, 5, 1), *blocks)
 
 
+def decoder() -> nn.Module:
+    """Of a neural codec: what goes into each block is fewer numbers than what comes out, and all is cut."""
+
+    def up(taken: int, given: int) -> list[nn.Module]:
+        inner = [Snake(given), nn.Conv1d(given, given, 3, padding=1), Snake(given), nn.Conv1d(given, given, 1)]
+        return [Snake(taken), nn.ConvTranspose1d(taken, given, 8, stride=4, padding=2), Residual(*inner)]
+
+    return nn.Sequential(nn.Flatten(2), nn.Conv1d(3, 9, 3, padding=1), *up(9, 8), *up(8, 7), nn.Conv1d(7, 2, 3))
+
+
 def two() -> nn.Module:
     return nn.Sequential(conv(3, 7), nn.ReLU(), conv(7, 4))
 
@@ -337,7 +347,7 @@ def wide() -> nn.Module:
 
 CUT: dict[str, Callable[[], nn.Module]] = {
     "two": two, "basic": basic, "bottleneck": bottleneck, "stream": stream, "dense": Dense, "squeezed": Squeezed,
-    "grouped": grouped,
+    "grouped": grouped, "decoder": decoder, "wider than dense": lambda: Dense(19),
     "gated behind another": lambda: nn.Sequential(conv(3, 11), nn.ReLU(), conv(11, 6), nn.GLU(1), conv(3, 4)),
     "transposed": transposed, "one dimension": one_dimension, "three dimensions": three_dimensions, "head": head,
     "conformer": conformer, "layer norm": lambda: nn.Sequential(nn.Flatten(2), Conformer(6, nn.LayerNorm(6))),

@@ -28,9 +28,14 @@ PAIRS = {
     "bottleneck": ("layers.0 layers.3 layers.6", "layers.1 layers.4"),
     "halves of both": ("values gates gated added", ""),
     "dense": ("stem joined last layers.0 layers.1.0", "layers.1.1"),
+    "decoder": (
+        "1 3 4.layers.1 4.layers.3 6 7.layers.1 7.layers.3 8",
+        "2 4.layers.0 4.layers.2 5 7.layers.0 7.layers.2",
+    ),
+    "wider than dense": ("stem joined last layers.0 layers.1.0", "layers.1.1"),
     "stream": (
         "0 2.layers.0 2.layers.3 2.layers.6 3.layers.0 3.layers.3 3.layers.6 3.beside 4",
-        "1 2.layers.1 2.layers.7 3.layers.1 3.layers.7",
+        "1 2.layers.1 2.layers.4 2.layers.7 3.layers.1 3.layers.4 3.layers.7",
     ), "grouped": ("0 7", "1 3"), "gated behind another": ("0 2", ""), "transposed": ("0 3", "1"),
     "squeezed": ("expand reduce gate project", "depthwise norms.0 norms.1"), "one dimension": ("1 4", "2"),
     "three dimensions": ("1 4", "2"), "head": ("0", "1"),
@@ -67,6 +72,11 @@ def test_a_convolution_gives_its_channels_to_one_that_sums_them(name: str) -> No
         weight, bias = plan["joined"].parameters
         assert weight.local_shapes == ((7, 7, 3, 3), (7, 7, 3, 3), (7, 3, 3, 3))
         assert bias.local_shapes == ((3,), (3,), (1,))
+    if name == "wider than dense":
+        assert plan["joined"].style == Channels(inputs=True, gather_output=False, taken=(7, 5, 5), gather_input=True)
+        weight, bias = plan["joined"].parameters
+        assert weight.local_shapes == ((7, 17, 3, 3), (7, 17, 3, 3), (5, 17, 3, 3)), "it takes all, in their order"
+        assert bias.local_shapes == ((7,), (7,), (5,))
     if name == "conformer":
         assert plan["1.expand"].style == Channels(gather_output=False, segments=(3, 3))
     if name == "layer norm":
@@ -146,18 +156,21 @@ def test_a_pair_sends_one_sum_and_never_more_than_two_gathers() -> None:
 def test_a_convolution_between_two_that_are_cut_scatters_what_it_sums() -> None:
     """The streams of 23 and 26 channels stay cut, and nothing is sent of them but for what the shortcut makes."""
     plan, both = planned("stream", 2), Channels(gather_output=False, inputs=True)
+    gathering = Channels(gather_output=False, inputs=True, gather_input=True)
     frozen = tpk.make_plan(made("stream").requires_grad_(False), 2, example_inputs=inputs("stream"))
     elements, item = 2 * 8 * 6, 8
     for name, style, channels, forward, backward in (
         ("2.layers.0", both, 5, "reduce-scatter of y", "all-gather of dy"),
-        ("2.layers.3", TAKES, 5, "all-reduce of y", "-"),
-        ("2.layers.6", GIVES, 5, "-", "all-reduce of dx"),
-        ("3.beside", both, 26, "reduce-scatter of y", "all-gather of dy"),
+        ("2.layers.3", both, 5, "reduce-scatter of y", "all-gather of dy"),
+        ("2.layers.6", gathering, 5, "all-gather of x", "reduce-scatter of dx"),
+        ("3.beside", gathering, 23, "all-gather of x", "reduce-scatter of dx"),
     ):
         entry = plan[name]
         assert (entry.style, entry.forward, entry.backward) == (style, forward, backward), name
         assert entry.wire_bytes == elements * item * channels, f"{name} sends both halves of what is summed"
         assert frozen[name].backward == "-", "nobody wants a gradient"
+    assert frozen["3.beside"].wire_bytes == elements * item * 23 // 2
+    assert plan["3.beside"].reason == "gathers what 0, 6 cut, and gives channels, up to 4"
     assert frozen["2.layers.0"].wire_bytes == elements * item * 5 // 2
     assert plan["2.layers.0"].reason == "sums what 0, 6 cut, and scatters the sum, up to 3"
     bias = planned("bottleneck", 2)["layers.3"].parameters[1]
@@ -167,6 +180,19 @@ def test_a_convolution_between_two_that_are_cut_scatters_what_it_sums() -> None:
         paired(planned("stream", 2, overrides=groups))
         == "2.layers.0 2.layers.3 3.layers.0 3.layers.3 3.layers.6 3.beside 4"
     )
+
+
+@pytest.mark.cpu
+def test_a_convolution_that_gives_more_than_it_takes_gathers_what_it_takes() -> None:
+    """Each block of the decoder of a codec gives more numbers than it takes: with sums scattered, all that is cut would
+    send more than two of its blocks do by themselves."""
+    plan = planned("decoder", 2)
+    gathering = {entry.path for entry in plan.entries if isinstance(entry.style, Channels) and entry.style.gather_input}
+    assert gathering == {"3", "6"}
+    assert plan["6"].wire_bytes == 2 * 8 * (48 * 4) * 8, "what goes in, both ways"
+    assert (plan["6"].forward, plan["6"].backward) == ("all-gather of x", "reduce-scatter of dx")
+    with pytest.raises(ValueError, match="an input is gathered by a convolution that takes and gives this rank's"):
+        Channels(inputs=True, gather_input=True)
 
 
 @pytest.mark.cpu
@@ -334,6 +360,8 @@ def test_values_gradients_and_buffers_are_those_of_the_whole_model(ranks: Pools,
             "basic",
             "stream",
             "dense",
+            "decoder",
+            "wider than dense",
             "halves of both",
             "squeezed",
             "one dimension",

@@ -9,6 +9,11 @@ One that is the second of a pair and the first of another gives this rank's chan
 
     both      w_r = this rank's input channels of weight       z_r = reduce_scatter(convolve(y_r, w_r)) + b_r
 
+or, where that sends less, gathers what it takes, and computes its own output channels, as the first of a pair does::
+
+    both      w_r = this rank's output channels of weight      z_r = convolve(all_gather(y_r), w_r) + b_r
+                                                               dy_r = reduce_scatter(dy of z_r)
+
 Between them stands what works on each channel by itself, on this rank's (:mod:`tpkernels.nn.sliced`).
 
 It assumes that x is equal on all ranks, and that a plan has proven what stands between.  A convolution is cut in place:
@@ -16,7 +21,7 @@ it stays an instance of its class; its parameters are DTensors of their original
 whole sums is whole.  A first one of several *segments* (the halves of a gated linear unit) gives this rank's part of
 each, one after the other, and has a module for each, ``part0``, ``part1``, ..., as packed linear layers have
 (:mod:`tpkernels.nn.packed`).  So has one that takes parts of several runs of channels (a concatenation of what is cut),
-for the runs of its weight.
+for the runs of its weight; but one that gathers them puts the channels in their order, and has one weight.
 
 Code of a subclass around ``super().forward`` goes on, and meets a rank's channels: who plans has to see to that.  It
 refuses groups, weight norms, fewer channels than would give each rank one, and groups that give the same bits at every
@@ -49,7 +54,7 @@ from tpkernels.nn.normed_weight import weight_norm_of
 from tpkernels.nn.packed_parameter import PackedParameter
 from tpkernels.nn.parameters import local_parts, mesh_of, replicate_parameter, shard_parameter, tp_mesh
 from tpkernels.nn.sliced import read_packed
-from tpkernels.ops import all_reduce, copy_to_group, reduce_scatter
+from tpkernels.ops import all_gather, all_reduce, copy_to_group, reduce_scatter
 from tpkernels.partition import chunk_sizes, offsets
 
 __all__ = ["gives_channels", "pair_channels", "pair_dims", "segments_given", "segments_taken", "takes_channels",
@@ -89,7 +94,7 @@ def pair_dims(module: nn.Module, *, inputs: bool, outputs: bool) -> dict[str, in
 
 def pair_channels(
     module: nn.Module, group: GroupLike, *, inputs: bool, outputs: bool, segments: Sequence[int] = (),
-    taken: Sequence[int] = (),
+    taken: Sequence[int] = (), gathers: bool = False,
 ) -> nn.Module:  # fmt: skip
     """Cut a convolution of torch's as one of a pair, in place; returns it.
 
@@ -99,7 +104,8 @@ def pair_channels(
         inputs: it takes this rank's input channels, and is summed;
         outputs: it gives this rank's output channels, with ``inputs`` those of the sum,
         segments: or its part of each of these, which make up the output channels;
-        taken: it takes this rank's part of each of these, which make up the input channels.
+        taken: it takes this rank's part of each of these, which make up the input channels;
+        gathers: with ``inputs`` and ``outputs``, it gathers what it takes, and has its output channels of the weight.
 
     Raises:
         ValueError: it cannot be cut so (:func:`why_not_paired`).
@@ -109,12 +115,14 @@ def pair_channels(
     if why is not None:
         raise ValueError(f"{type(module).__name__} {why}")
     kind: Any = type(module)
-    dims = pair_dims(module, inputs=inputs, outputs=outputs)
+    dims = pair_dims(module, inputs=inputs and not gathers, outputs=outputs)
     if len(segments) > 1:
         _take_apart(module, mesh, segments, channel_dims(module))
         module.__class__ = _of_parts(kind, _give_parts, ("weight", "bias"))
         return module
-    if len(taken) > 1:
+    if len(taken) > 1 and gathers:
+        _remember_parts(module, mesh, taken)
+    elif len(taken) > 1:
         _take_apart(module, mesh, taken, {"weight": 1 - channel_dims(module)["weight"]})
     for name, parameter in module._parameters.items():
         if parameter is not None:
@@ -124,13 +132,16 @@ def pair_channels(
                 else shard_parameter(parameter, mesh, dim, requires_grad=wanted)
             )  # fmt: skip
     forward = (_take_and_give if outputs else _take) if inputs else _give
-    module.__class__ = _of_parts(kind, forward, ("weight",)) if len(taken) > 1 else _paired_kind(kind, forward)
+    if gathers:
+        module.__class__ = _paired_kind(kind, _gather_and_give)
+    else:
+        module.__class__ = _of_parts(kind, forward, ("weight",)) if len(taken) > 1 else _paired_kind(kind, forward)
     return module
 
 
 def gives_channels(module: nn.Module) -> bool:
     """Whether a call of ``module`` gives this rank's channels."""
-    return getattr(type(module), "_tpk_convolves", None) in (_give, _give_parts, _take_and_give)
+    return getattr(type(module), "_tpk_convolves", None) in (_give, _give_parts, _take_and_give, _gather_and_give)
 
 
 def segments_given(module: nn.Module) -> tuple[int, ...]:
@@ -145,7 +156,7 @@ def segments_taken(module: nn.Module) -> tuple[int, ...]:
 
 def takes_channels(module: nn.Module) -> bool:
     """Whether a call of ``module`` takes this rank's channels."""
-    return getattr(type(module), "_tpk_convolves", None) in (_take, _take_and_give)
+    return getattr(type(module), "_tpk_convolves", None) in (_take, _take_and_give, _gather_and_give)
 
 
 def _give(self: Any, input: Tensor, output_size: list[int] | None = None) -> Tensor:
@@ -186,6 +197,20 @@ def _take_and_give(self: Any, input: Tensor, output_size: list[int] | None = Non
     return _summed(self, input, output_size, scattered)
 
 
+def _gather_and_give(self: Any, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+    mesh, w, b = local_parts(self._parameters["weight"], self._parameters["bias"])
+    totals = vars(self).get("_tpk_segments", (self.in_channels,))
+    sizes = [chunk_sizes(total, mesh.size()) for total in totals]
+    own = [sum(parts) for parts in zip(*sizes, strict=True)]
+    channels = channels_in(self, input, own[mesh.get_local_rank()], mesh)
+    refuse(mesh, "a convolution of a pair", "its bits may depend on the number of its channels")
+    x = all_gather(input, mesh, dim=channels, shard_sizes=own)
+    if len(totals) > 1:  # each rank's parts lie one after the other
+        parts = x.split([size for rank in zip(*sizes, strict=True) for size in rank], channels)
+        x = torch.cat([part for run in range(len(totals)) for part in parts[run :: len(totals)]], channels)
+    return convolve(self, x, w, b, 1, output_size)
+
+
 def _summed(
     self: Any, input: Tensor, output_size: list[int] | None, summed: Callable[[Tensor, DeviceMesh, int], Tensor]
 ) -> Tensor:
@@ -220,6 +245,11 @@ def _of_parts(cls: Any, forward: Callable[..., Tensor], names: tuple[str, ...]) 
     return cast("type[nn.Module]", type(cls.__name__, (kind,), _PACKED | packed | named))
 
 
+def _remember_parts(module: nn.Module, mesh: DeviceMesh, segments: Sequence[int]) -> None:
+    own = tuple(chunk_sizes(size, mesh.size())[mesh.get_local_rank()] for size in segments)
+    vars(module).update(_tpk_segments=tuple(segments), _tpk_own=own)
+
+
 def _take_apart(module: nn.Module, mesh: DeviceMesh, segments: Sequence[int], dims: Mapping[str, int]) -> None:
     """Put a module for each segment in the place of the parameters that are cut along ``dims``."""
     for index, part in enumerate(_parts_of(module, segments, dims)):
@@ -230,8 +260,8 @@ def _take_apart(module: nn.Module, mesh: DeviceMesh, segments: Sequence[int], di
         module.add_module(f"part{index}", part)
     for name in dims:
         del module._parameters[name]
-    own = tuple(chunk_sizes(size, mesh.size())[mesh.get_local_rank()] for size in segments)
-    vars(module).update(_tpk_segments=tuple(segments), _tpk_own=own, _tpk_dims=dict(dims))
+    vars(module).update(_tpk_dims=dict(dims))
+    _remember_parts(module, mesh, segments)
 
 
 def _parts_of(convolution: nn.Module, segments: Sequence[int], dims: Mapping[str, int]) -> list[nn.Module]:

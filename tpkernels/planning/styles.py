@@ -120,7 +120,8 @@ class Channels:
 
     Each rank computes its channels, from all input channels or, with groups, from those of its groups.  Of a pair that
     the data flow proves the first one does not gather, and the second one takes this rank's input channels, and is
-    summed.  One that is the second of a pair and the first of another does both: ranks scatter the sum.  With
+    summed.  One that is the second of a pair and the first of another does both: ranks scatter the sum, or, with
+    ``gather_input``, gather what they take, and each computes its output channels of it.  With
     ``segments`` (the two halves of what a gated linear unit takes) the first one gives this rank's part of each.  The
     second one takes this rank's part of each segment ``taken``, where code concatenates what is cut.
     """
@@ -129,8 +130,11 @@ class Channels:
     inputs: bool = False
     segments: tuple[int, ...] = ()
     taken: tuple[int, ...] = ()
+    gather_input: bool = False
 
     def __post_init__(self) -> None:
+        if self.gather_input and (self.gather_output or not self.inputs):
+            raise ValueError("an input is gathered by a convolution that takes and gives this rank's channels")
         if self.taken and not self.inputs:
             raise ValueError("segments are taken by a convolution that takes this rank's channels: inputs=True")
         if self.segments and (self.inputs or self.gather_output):
@@ -138,7 +142,7 @@ class Channels:
 
     def local_features(self, total: int, world_size: int) -> tuple[int, ...]:
         """Of the ``total`` channels in the dimension of a weight that is cut, those that each rank has memory for."""
-        sizes = self.segments or self.taken or (total,)
+        sizes = self.segments or (() if self.gather_input else self.taken) or (total,)
         return _shares(sizes, (1,) * len(sizes), world_size)
 
     @property

@@ -233,7 +233,7 @@ def parallelize(
         if channels.paired:
             pair_channels(
                 convolution, tp, inputs=channels.inputs, outputs=not channels.gather_output,
-                segments=channels.segments, taken=channels.taken,
+                segments=channels.segments, taken=channels.taken, gathers=channels.gather_input,
             )  # fmt: skip
         else:
             cut_channels(convolution, tp)

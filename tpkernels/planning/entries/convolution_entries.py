@@ -12,6 +12,7 @@ from tpkernels.nn.convolution import channel_dims
 from tpkernels.nn.normed_weight import norm_dim
 from tpkernels.nn.paired_convolution import pair_dims
 from tpkernels.planning.entries.experts_entries import Traffic
+from tpkernels.planning.runs.row_counts import Elements
 from tpkernels.planning.styles import Channels
 
 __all__ = ["NORMED", "channel_cuts", "convolution_traffic"]
@@ -24,7 +25,7 @@ def channel_cuts(model: nn.Module, name: str, style: Channels) -> dict[str, int 
     """The dimension in which each parameter of a convolution, or of what makes its weight, is cut."""
     module = model.get_submodule(name)
     if style.paired:
-        return pair_dims(module, inputs=style.inputs, outputs=not style.gather_output)
+        return pair_dims(module, inputs=style.inputs and not style.gather_input, outputs=not style.gather_output)
     if not name.endswith(NORMED):
         return {**channel_dims(module)}
     dim = channel_dims(model.get_submodule(name.removesuffix(NORMED).removesuffix(".")))["weight"]
@@ -34,14 +35,13 @@ def channel_cuts(model: nn.Module, name: str, style: Channels) -> dict[str, int 
 def convolution_traffic(
     module: nn.Module,
     dims: Mapping[str, int | None],
-    elements: tuple[int, int] | None,
+    elements: Elements | None,
     world_size: int,
     style: Channels,
 ) -> Traffic:
     """Collectives of a convolution that is cut by its channels, with the bytes that a rank sends at best.
 
-    ``dims``: those of :func:`channel_cuts`; ``elements``: those of the input whose gradient is wanted, and of the
-    output, None where they are not known.
+    ``dims``: those of :func:`channel_cuts`; ``elements``: None where they are not known.
     """
     if not isinstance(module, _ConvNd):
         return _norm_traffic(module, dims["original0"] is not None, world_size)
@@ -52,15 +52,26 @@ def convolution_traffic(
         forward, given = "-", 0
     if style.inputs:
         backward, taken = "-", 0
+    if style.gather_input:
+        return _traffic_of_gathering(module, elements, world_size)
     if style.inputs and not style.gather_output:
-        wanted = elements is None or elements[0] > 0 or any(one.requires_grad for one in module.parameters())
+        wanted = elements is None or elements.wanted > 0 or any(one.requires_grad for one in module.parameters())
         forward, backward, given = "reduce-scatter of y", "all-gather of dy" if wanted else "-", 1 + wanted
     if elements is None:
         return Traffic(forward, backward, None, None)
-    takes, gives = elements
-    total = (taken * takes + given * gives) * next(module.parameters()).element_size()
+    takes = elements.wanted
+    total = (taken * takes + given * elements.given) * next(module.parameters()).element_size()
     sent = total * (world_size - 1) // world_size
     return Traffic(forward, backward if takes or not taken else "-", sent, None)
+
+
+def _traffic_of_gathering(module: _ConvNd, elements: Elements | None, world_size: int) -> Traffic:
+    """Of one that gathers its input, and gives what it computes of its own output channels."""
+    backward = "reduce-scatter of dx" if elements is None or elements.wanted else "-"
+    if elements is None:
+        return Traffic("all-gather of x", backward, None, None)
+    total = (elements.taken + elements.wanted) * next(module.parameters()).element_size()
+    return Traffic("all-gather of x", backward, total * (world_size - 1) // world_size, None)
 
 
 def _norm_traffic(normed: nn.Module, own: bool, world_size: int) -> Traffic:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from tpkernels.planning.alone.single_layers import by_rule
 from tpkernels.planning.entries.convolution_entries import channel_cuts, convolution_traffic
 from tpkernels.planning.entries.plan_entries import traffic_of
-from tpkernels.planning.runs.row_counts import elements_in, untrained_in
+from tpkernels.planning.runs.row_counts import Elements, elements_in, untrained_in
 from tpkernels.planning.runs.shadow import Shadow
 from tpkernels.planning.runs.trace import Recording
 from tpkernels.planning.styles import Channels, Column, Row, Style
@@ -15,10 +15,13 @@ from tpkernels.planning.styles import Channels, Column, Row, Style
 __all__ = ["ChannelBytes", "style_in_pairs"]
 
 
-def style_in_pairs(*, convolution: bool, takes: bool, gives: bool) -> Channels | Column | Row:
-    """The style of a layer that takes a rank's channels, gives them, or does both."""
+def style_in_pairs(*, convolution: bool, takes: bool, gives: bool, gathers: bool = False) -> Channels | Column | Row:
+    """The style of a layer that takes a rank's channels, gives them, or does both.
+
+    ``gathers``: where it does both, it gathers its input, and does not scatter a sum.
+    """
     if convolution:
-        return Channels(inputs=takes, gather_output=not gives)
+        return Channels(inputs=takes, gather_output=not gives, gather_input=gathers and takes and gives)
     return Row() if takes else Column()
 
 
@@ -27,9 +30,17 @@ class ChannelBytes:
 
     def __init__(self, shadow: Shadow, recording: Recording, world_size: int) -> None:
         self.shadow, self.recording, self.world_size = shadow, recording, world_size
-        self._elements: Mapping[str, tuple[int, int]] = elements_in([recording])
+        self.elements: Mapping[str, Elements] = elements_in([recording])
         self._untrained = untrained_in([recording])
         self._known: dict[tuple[str, bool, bool], int] = {}
+
+    def gathers(self, name: str) -> bool:
+        """Whether a convolution that takes and gives this rank's channels sends less if it gathers the ones than if it
+        scatters a sum of the others: one that gives more than it takes (in the decoder of a neural codec)."""
+        return self._sent_between(name, gathers=True) < self._sent_between(name, gathers=False)
+
+    def _sent_between(self, name: str, *, gathers: bool) -> int:
+        return self._of(name, style_in_pairs(convolution=True, takes=True, gives=True, gathers=gathers))
 
     def sent(self, name: str, *, takes: bool, gives: bool) -> int:
         """By a layer that takes and gives this rank's channels, or whole tensors: one that is cut by itself."""
@@ -37,7 +48,8 @@ class ChannelBytes:
         if key not in self._known:
             convolution = name in self.shadow.convolutions
             if takes or gives or convolution:
-                style: Style = style_in_pairs(convolution=convolution, takes=takes, gives=gives)
+                gathers = convolution and takes and gives and self.gathers(name)
+                style: Style = style_in_pairs(convolution=convolution, takes=takes, gives=gives, gathers=gathers)
             else:
                 style = by_rule(self.shadow.layers[name], "", tied=False).style
             self._known[key] = self._of(name, style)
@@ -47,7 +59,7 @@ class ChannelBytes:
         module = self.shadow.modules[name]
         if isinstance(style, Channels):
             dims = channel_cuts(self.shadow.model, name, style)
-            sent = convolution_traffic(module, dims, self._elements.get(name), self.world_size, style).wire_bytes
+            sent = convolution_traffic(module, dims, self.elements.get(name), self.world_size, style).wire_bytes
         else:
             rows, own = self.recording.layer_rows.get(name), dict(module.named_parameters(recurse=False))
             needs_dx = name not in self._untrained

@@ -2,8 +2,8 @@
 
 It owns the choice.  Groups are those of the data flow (:func:`find_groups`), with convolutions among their layers: the
 three of a bottleneck are two groups, and the last ones and the first ones of all bottlenecks along a residual stream
-are one.  A convolution that ends one group may begin another, if both are cut; then ranks scatter what they sum.  So
-what a layer sends depends on the groups on both of its sides.
+are one.  A convolution that ends one group may begin another, if both are cut; then ranks scatter what they sum, or
+gather what they take, if that is less.  So what a layer sends depends on the groups on both of its sides.
 
 Groups are taken one after the other, always the one that saves the most bytes by the plan's own count beside those that
 are taken, until each further one would send more: a rank never sends more than it does where each layer is cut by
@@ -41,7 +41,7 @@ class PairChoice:
         self.search, self.recording, self.world_size, self._excluded = search, recording, world_size, excluded
         self.refused: dict[Group, Unproven] = {}
         """Groups that cannot be cut, whichever others are; and why."""
-        self._bytes = ChannelBytes(search.shadow, recording, world_size)
+        self.bytes = ChannelBytes(search.shadow, recording, world_size)
         self._known: dict[Any, tuple[Group, Scope, Proof] | Unproven] = {}
         self._groups = find_groups(recording, convolutions=True)
         for group in self._groups:
@@ -78,8 +78,8 @@ class PairChoice:
         takes = {name for other in taken for name in other.rows}
         gives = {name for other in taken for name in other.columns}
         return sum(
-            self._bytes.sent(n, takes=n in takes or n in group.rows, gives=n in gives or n in group.columns)
-            - self._bytes.sent(n, takes=n in takes, gives=n in gives)
+            self.bytes.sent(n, takes=n in takes or n in group.rows, gives=n in gives or n in group.columns)
+            - self.bytes.sent(n, takes=n in takes, gives=n in gives)
             for n in dict.fromkeys(group.layers)
         )
 

@@ -54,6 +54,8 @@ class Decision:
     """why others are not."""
     by_channel: set[str] = field(default_factory=set)
     """What works on each channel by itself, and takes channels that are cut."""
+    gathering: set[str] = field(default_factory=set)
+    """Convolutions that take and give channels that are cut, and gather the ones."""
     fed: set[str] = field(default_factory=set)
     """Columns that read what a feeder gives, so that they do not sum the gradient of their input."""
     partial: set[str] = field(default_factory=set)
@@ -367,6 +369,10 @@ class _Decider:
             for _, choice in choices:
                 choice.refused |= dict.fromkeys(wrong, error)
         self.decision.pairs = pairs
+        between = {n for group in pairs for n in group.rows} & {n for group in pairs for n in group.columns}
+        for name in between:
+            counted = next(choice.bytes for _, choice in choices if name in choice.bytes.elements)
+            self.decision.gathering |= {name} if counted.gathers(name) else set()
 
     def _chosen_pairs(self, choices: Sequence[tuple[Mode, PairChoice]]) -> dict[Group, Proof]:
         """A choice for each first run, of layers that those before it have left."""

@@ -29,13 +29,18 @@ def pair_choices(decision: Decision, shadow: Shadow, world_size: int) -> dict[st
     taken = {name: group for group in decision.pairs for name in group.rows}
     given = {name: group for group in decision.pairs for name in group.columns}
     for name in dict.fromkeys([*given, *taken]):
-        style = style_in_pairs(convolution=name in shadow.convolutions, takes=name in taken, gives=name in given)
-        what = f"sums what {_last_names(taken[name].columns)} cut" if name in taken else "by channels"
+        gathers = name in decision.gathering
+        style = style_in_pairs(
+            convolution=name in shadow.convolutions, takes=name in taken, gives=name in given, gathers=gathers
+        )
+        does = "gathers" if gathers else "sums"
+        what = f"{does} what {_last_names(taken[name].columns)} cut" if name in taken else "by channels"
         if name in given:
             sizes = decision.pairs[given[name]].segments[name]
             if len(sizes) > 1 and not isinstance(style, Row):
                 style, what = replace(style, segments=sizes), "by channels of each segment"
-            scattered = ", and scatters the sum" if name in taken else ""
+            between = ", and gives channels" if gathers else ", and scatters the sum"
+            scattered = between if name in taken else ""
             what = f"{what}{scattered}, up to {_last_names(given[name].rows)}"
         if name in taken and isinstance(style, Channels):
             style = replace(style, taken=decision.pairs[taken[name]].taken.get(name, ()))

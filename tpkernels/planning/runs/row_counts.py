@@ -1,6 +1,7 @@
 """How many rows every layer sees in a recorded run, and which layers need a gradient, for the bytes of a plan.
 
-Of convolutions it counts elements: those of the input that somebody wants the gradient of, and those of the output.
+Of convolutions it counts elements: those of the input, and of these the ones that somebody wants the gradient of, and
+those of the output.
 Means and spreads over features that are cut belong to no layer, and are counted in bytes.
 
 A recording does not treat torch's ``MultiheadAttention`` as a layer.  Its rows are read from the arguments of its call:
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,17 @@ from tpkernels.planning.runs.events import Event
 from tpkernels.planning.runs.session import Scope
 from tpkernels.planning.runs.trace import Recording
 
-__all__ = ["bytes_of_statistics", "count_rows", "elements_in", "untrained_in"]
+__all__ = ["Elements", "bytes_of_statistics", "count_rows", "elements_in", "untrained_in"]
+
+
+class Elements(NamedTuple):
+    """How many go into a convolution and come out of it, over all its calls."""
+
+    wanted: int
+    """Of the input, of whose calls somebody wants the gradient;"""
+    given: int
+    taken: int
+    """of the input of all calls."""
 
 
 def count_rows(recordings: Sequence[Recording]) -> dict[str, int | None]:
@@ -83,19 +94,21 @@ def bytes_of_statistics(
     return sum(found.values())
 
 
-def elements_in(recordings: Sequence[Recording]) -> dict[str, tuple[int, int]]:
+def elements_in(recordings: Sequence[Recording]) -> dict[str, Elements]:
     """For each convolution, over all its calls; of several examples the first that calls it counts."""
-    found: dict[str, tuple[int, int]] = {}
+    found: dict[str, Elements] = {}
     for recording in reversed(recordings):
-        one: dict[str, tuple[int, int]] = {}
+        one: dict[str, Elements] = {}
         for scope in recording.scopes:
             module = recording.shadow.modules[scope.name]
             if isinstance(module, _ConvNd):
                 events = recording.events[scope.start : scope.stop]
                 calls = [event for event in events if event.packet is torch.ops.aten.convolution]
                 gives = sum(prod(event.outputs[0]) for event in calls)
-                takes, before = one.get(scope.name, (0, 0))
-                one[scope.name] = takes + _taken(module, scope, calls) * scope.trained, before + gives
+                before, takes = one.get(scope.name, Elements(0, 0, 0)), _taken(module, scope, calls)
+                one[scope.name] = Elements(
+                    before.wanted + takes * scope.trained, before.given + gives, before.taken + takes
+                )
         found |= one
     return found
 
