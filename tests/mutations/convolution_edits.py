@@ -9,12 +9,16 @@ __all__ = ["CONVOLUTIONS"]
 PAIRS = "tests/planning/test_convolution_pairs.py"
 CUT, VALUES = f"{PAIRS} -k gives_its_channels", f"{PAIRS} -k values"
 WHOLE = f"{PAIRS} -k only_looks"
-SCATTERS = f"{PAIRS} -k scatters"
+SCATTERS, GATHERS = f"{PAIRS} -k scatters", f"{PAIRS} -k more_than_it_takes"
 MERGED = "tests/integrations/transformers/test_peft.py -k on_convolutions_merge"
 
 DROPS, SAYS = f"{PAIRS} -k dropout_between", f"{PAIRS} -k says_why"
 
 CONVOLUTIONS = (
+    Edit("planning/proofs/channel_bytes.py", "gathers=True) < self", "gathers=True) > self", GATHERS),
+    Edit("planning/runs/row_counts.py", "before.taken + takes", "before.taken", SCATTERS),
+    Edit("planning/styles.py", "(() if self.gather_input else self.taken)", "self.taken", CUT),
+    Edit("nn/paired_convolution.py", "if len(totals) > 1:", "if False:", VALUES),
     Edit("planning/runs/trace.py", " - shadow.around | {shadow.convolving}", " | {shadow.convolving}", WHOLE),
     Edit(
         "planning/replays/replay.py",
@@ -73,7 +77,7 @@ CONVOLUTIONS = (
     Edit("planning/proofs/pair_proofs.py", "() if name in inner else _cuts_of", "_cuts_of", WHOLE),
     Edit("planning/replays/channel_steps.py", "error.taken = name, split.segments", "pass", CUT),
     Edit("sharding/followed_calls.py", "sizes=segments_taken(module)", "sizes=()", VALUES),
-    Edit("nn/paired_convolution.py", "dim=channels, shard_sizes=", "dim=0, shard_sizes=", VALUES),
+    Edit("nn/paired_convolution.py", "dim=channels, shard_sizes=chunk", "dim=0, shard_sizes=chunk", VALUES),
     Edit("planning/proofs/convolution_pairs.py", "if name in recording.direct or name", "if name", WHOLE),
     Edit("planning/proofs/decision.py", "self.decision.by_channel = set(replay.cut_channels)", "pass", CUT),
     Edit("planning/proofs/decision.py", "pairs and not degrees()", "pairs", f"{PAIRS} -k same_bits"),
