@@ -151,6 +151,12 @@ def _stack(call: Call) -> Answer:
     return answer
 
 
+def _with_buffer(call: Call) -> Answer:
+    """An element-wise op that keeps numbers for its backward: as many as there are elements, or none (CUDA)."""
+    first, *kept = call.outputs
+    return [call.cut(), *(call.cut() if shape == first else None for shape in kept)]
+
+
 def _repeat(call: Call) -> Answer:
     repeats = call.whole[1]
     call.same((1, "repeats"))
@@ -391,6 +397,7 @@ _AROUND: dict[str, Callable[[Call], Answer]] = {
     **{name: _space(dims) for dims, names in _SPACE.items() for name in names},
     "convolution": _convolution, "linalg_solve_triangular": _solved,
     "native_dropout": lambda call: [call.cut(), call.cut()],
+    "log_sigmoid_forward": _with_buffer,
     "_scaled_dot_product_flash_attention_for_cpu": _attention, "_scaled_dot_product_flash_attention": _attention,
     "_scaled_dot_product_efficient_attention": _attention, "_scaled_dot_product_cudnn_attention": _attention,
     "_scaled_dot_product_fused_attention_overrideable": _attention,
