@@ -27,6 +27,7 @@ APART = "tests/planning/test_heads_apart.py -m cpu"
 CROSSED = "tests/planning/test_crossed_heads.py -m cpu"
 CACHED = "tests/planning/test_heads_apart.py -m gloo -k cache"
 TIED = "tests/planning/test_tied_groups.py -m cpu"
+SCATTERED = "tests/planning/test_scattered_sums.py"
 
 PLANNER = (
     Edit("planning/planner.py", "enough or any(", "any(", "tests/planning/test_uneven_heads.py -k one_stage"),
@@ -89,6 +90,23 @@ PLANNER = (
         "None if reader is None else",
         "None if reader else",
         f"{EXPERTS} -k no_example",
+    ),
+    Edit(
+        "planning/replays/replay.py",
+        "if split != taken.split(last):",
+        "if split is None:",
+        f"{SCATTERED} -k not_scattered",
+    ),
+    Edit("planning/proofs/hypotheses.py", "if name in group.scattered:", "if False:", f"{SCATTERED} -k not_scattered"),
+    Edit("planning/proofs/random_draws.py", "if name not in group.scattered", "if True", f"{SCATTERED} -k dropout"),
+    Edit(
+        "planning/proofs/tied_groups.py", "*group.scattered, *proof.feeders", "*proof.feeders", f"{SCATTERED} -k share"
+    ),
+    Edit(
+        "nn/row.py",
+        "shard_sizes=self.scattered_sizes,",
+        "shard_sizes=None,",
+        f"{SCATTERED} -k 'multiples and 3'",
     ),
     Edit("planning/proofs/tied_groups.py", "if others or roles[name] is None:", "if roles[name] is None:", TIED),
     Edit("planning/proofs/tied_groups.py", "if len(proof.segments[name]) == 1 else None", "", TIED),

@@ -5,10 +5,11 @@
     w_r = columns of weight,  p_r = x_r @ w_r^T
 
     sequence_parallel   y_r = (sum over ranks of p_r)[r] + b, a shard of the sequence   op: matmul_reduce_scatter
+    scatter_unit        y_r = (sum over ranks of p_r     + b)[r], this rank's features  op: matmul_reduce_scatter
     otherwise           y   =  sum over ranks of p_r     + b, equal on all ranks        op: matmul_all_reduce
 
 The weight is a DTensor, ``Shard(1)``, the bias ``Replicate()`` and added once, after the sum.  Both gradients are
-complete as they are: the bias's is the full one on every rank, in either mode.
+complete as they are: the bias's is the full one on every rank, in any mode.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tpkernels.comm.groups import GroupLike
+from tpkernels.comm.same_bits import refuse
 from tpkernels.nn.fused_norm import FusedNorm, RowCall, saving_hooks
 from tpkernels.nn.parallel_linear import ParallelLinear, features_of
-from tpkernels.nn.parameters import tp_mesh
+from tpkernels.nn.parameters import check_unit, tp_mesh
 from tpkernels.ops.collectives import shard
 from tpkernels.ops.matmul_all_reduce import matmul_all_reduce
 from tpkernels.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from tpkernels.ops.shapes import only_row
+from tpkernels.partition import chunk_sizes
 
 __all__ = ["RowParallelLinear"]
 
@@ -40,6 +43,7 @@ class RowParallelLinear(ParallelLinear):
     =====================  ======================================  =================================================
     default                ``[..., in_r]``                         ``[..., out]``, equal on all ranks
     ``sequence_parallel``  ``[..., S, ..., in_r]``                 ``[..., S_r, ..., out]``
+    ``scatter_unit``       ``[..., in_r]``                         ``[..., out_r]``
     =====================  ======================================  =================================================
 
     x is what a column layer of as many features gives without ``gather_output``, or anything elementwise of it.  In the
@@ -48,7 +52,8 @@ class RowParallelLinear(ParallelLinear):
     Arguments are those of :class:`ColumnParallelLinear`; ``unit`` is about the input features: the weight is
     ``[out, units, unit]`` where they have a dimension of their own.  With ``split_input`` x
     is the whole ``[..., in]``, equal on all ranks, and each rank takes its features of it (their gradient is gathered):
-    a layer of its own, that needs no column layer before it.
+    a layer of its own, that needs no column layer before it.  With ``scatter_unit`` ranks share out the features of the
+    sum in multiples of so many, as a column layer's: the layer ends one pair and begins another.
 
     Examples:
         >>> down = tpk.nn.RowParallelLinear(32, 8, mesh["tp"])
@@ -57,6 +62,7 @@ class RowParallelLinear(ParallelLinear):
     """
 
     cut_dim = 1
+    scatter_unit = 0
     followed_by: FusedNorm | None = None
     """The norm that is computed together with the sum over the ranks (``tpk.parallelize(fused_norm=...)``)."""
 
@@ -71,10 +77,12 @@ class RowParallelLinear(ParallelLinear):
         sequence_dim: int = -2,
         split_input: bool = False,
         unit: int = 1,
+        scatter_unit: int = 0,
         implementation: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        self.scatter_unit = scatter_unit
         super().__init__(
             in_features,
             out_features,
@@ -88,6 +96,11 @@ class RowParallelLinear(ParallelLinear):
             dtype=dtype,
         )
         self.split_input = split_input
+        if scatter_unit:
+            if sequence_parallel or split_input:
+                raise ValueError("scatter_unit goes with neither sequence_parallel nor split_input")
+            check_unit("out_features", out_features, scatter_unit)
+            refuse(self.mesh, "a row layer with scatter_unit", "features of its sum are in no blocks")
 
     @classmethod
     def from_linear(
@@ -99,6 +112,7 @@ class RowParallelLinear(ParallelLinear):
         sequence_dim: int = -2,
         split_input: bool = False,
         unit: int = 1,
+        scatter_unit: int = 0,
         implementation: str = "auto",
     ) -> Self:
         """The same layer, cut: copies this rank's columns with dtype, device and ``requires_grad``; ``linear`` stays.
@@ -115,6 +129,7 @@ class RowParallelLinear(ParallelLinear):
             sequence_dim=sequence_dim,
             split_input=split_input,
             unit=unit,
+            scatter_unit=scatter_unit,
             implementation=implementation,
             device="meta",
         )
@@ -139,6 +154,16 @@ class RowParallelLinear(ParallelLinear):
             pending = self._defer(self.followed_by, x, weight, bias, mesh, shard_sizes)
             if pending is not None:
                 return pending
+        if self.scatter_unit:
+            return matmul_reduce_scatter(
+                x,
+                weight,
+                mesh,
+                bias=bias,
+                scatter_dim=-1,
+                shard_sizes=self.scattered_sizes,
+                implementation=self.implementation,
+            )
         if not self.sequence_parallel:
             return matmul_all_reduce(x, weight, mesh, bias=bias, implementation=self.implementation)
         return matmul_reduce_scatter(
@@ -169,8 +194,14 @@ class RowParallelLinear(ParallelLinear):
         )  # fmt: skip
         return tie.pending(call)
 
+    @property
+    def scattered_sizes(self) -> tuple[int, ...]:
+        """Features of the sum that each rank gives; none where it gives all."""
+        return chunk_sizes(self.out_features, self.mesh.size(), self.scatter_unit) if self.scatter_unit else ()
+
     def _options(self) -> str:
-        return ", split_input=True" if self.split_input else ""
+        scattered = f", gives={'/'.join(map(str, self.scattered_sizes))}" if self.scatter_unit else ""
+        return ", split_input=True" if self.split_input else scattered
 
     def _op(self) -> str:
-        return "matmul_reduce_scatter" if self.sequence_parallel else "matmul_all_reduce"
+        return "matmul_reduce_scatter" if self.sequence_parallel or self.scatter_unit else "matmul_all_reduce"

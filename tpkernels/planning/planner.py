@@ -240,6 +240,7 @@ class _Planner:
         roles: dict[str, str] = {}
         for group in self.decision.proven:
             roles |= dict.fromkeys(group.columns, "column") | dict.fromkeys(group.rows, "row")
+            roles |= dict.fromkeys(group.scattered, "both")
         others = [name for name, layer in self.layers.items() if name not in roles and layer.kind != "embedding"]
         together = {name: self.decision.together.get(name, (name,)) for name in others}
         together |= {name: (name,) for name, m in self.modules.items() if isinstance(m, nn.MultiheadAttention)}
@@ -324,7 +325,7 @@ class _Planner:
             self.attributes |= proof.attributes
             self.arguments |= proof.arguments
             rows = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in group.rows))
-            for name in group.columns:
+            for name in (name for name in group.columns if name not in group.scattered):
                 style = replace(proof.column(name), sum_input_gradient=name not in self.decision.fed)
                 reason = f"{proof.each(self.world_size)}, up to {rows}"
                 if self.layers[name].kind == "embedding":
@@ -334,12 +335,12 @@ class _Planner:
                     style, why = copies.style(sizes, proof.unit(sizes[0])), copies.reason(self.world_size)
                     reason = why if isinstance(style, CopiedHeads) else f"{reason}; {why}"
                 self._choose(name, style, reason)
+            columns = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in group.columns))
             for name in group.rows:
-                self._choose(
-                    name,
-                    Row(unit=proof.unit(self.layers[name].in_features)),
-                    f"sums what {', '.join(dict.fromkeys(n.rpartition('.')[2] for n in group.columns))} cut",
-                )
+                scattered, layer = name in group.scattered, self.layers[name]
+                style = proof.row(layer.in_features, layer.out_features, scattered=scattered)
+                what = f", and scatters the sum, up to {rows}" if scattered else ""
+                self._choose(name, style, f"sums what {columns} cut{what}")
 
     def _decide(self, excluded: Mapping[str, str], loose: Mapping[str, Role]) -> Decision:
         assert self.observation is not None
@@ -388,7 +389,9 @@ class _Planner:
                 proven = ("segments", "units", "copied", "behind", "copied_heads", "copies")
                 style = replace(asked, unit=unit, **{option: getattr(style, option) for option in proven})
             elif isinstance(asked, Row):
-                style = replace(asked, unit=style.unit) if isinstance(style, Row) and style.unit > 1 else asked
+                assert isinstance(style, Row)
+                unit = style.unit if style.unit > 1 else asked.unit
+                style = replace(asked, unit=unit, scatter_unit=style.scatter_unit)
             self.chosen[name] = Chosen(style, "override", f"asked for, and proven by data flow: {reason}")
         elif self.hints is not None and name in self.hints.styles:
             said = self.hints.styles[name][0]

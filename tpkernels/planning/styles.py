@@ -75,7 +75,10 @@ class Column:
 
 @dataclass(frozen=True)
 class Row:
-    """Replace a linear by a :class:`tpkernels.nn.RowParallelLinear`; the fields are its arguments."""
+    """Replace a linear by a :class:`tpkernels.nn.RowParallelLinear`; the fields are its arguments.
+
+    With ``scatter_unit`` it is a column as well: it gives this rank's features of the sum.
+    """
 
     sequence_parallel: bool = False
     sequence_dim: int = -2
@@ -83,6 +86,14 @@ class Row:
     unit: int = 1
     implementation: str = "auto"
     summed_gradient: bool = False
+    scatter_unit: int = 0
+
+    def __post_init__(self) -> None:
+        if self.scatter_unit and (self.sequence_parallel or self.summed_gradient or self.split_input):
+            raise ValueError(
+                "scatter_unit is of a row that takes this rank's features, and gives this rank's features of the sum: "
+                "sequence_parallel, split_input and summed_gradient are of other rows"
+            )
 
     def local_features(self, total: int, world_size: int) -> tuple[int, ...]:
         """Of the ``total`` input features, those of each rank."""

@@ -355,7 +355,9 @@ def _check_swap(name: str, module: nn.Module, style: Style, tp: DeviceMesh) -> L
         op = "all_gather_matmul" if style.sequence_parallel else "matmul_all_reduce"
     elif isinstance(style, Row):
         check_unit(f"{name}: in_features", layer.in_features, style.unit)
-        op = "matmul_reduce_scatter" if style.sequence_parallel else "matmul_all_reduce"
+        if style.scatter_unit:
+            check_unit(f"{name}: out_features", layer.out_features, style.scatter_unit)
+        op = "matmul_reduce_scatter" if style.sequence_parallel or style.scatter_unit else "matmul_all_reduce"
     elif isinstance(style, CopiedHeads):
         check_copies(f"{name}: ", layer.out_features, style.heads, style.copies, tp.size())
         op = "all_gather_matmul" if style.sequence_parallel else "matmul_all_reduce"

@@ -16,7 +16,7 @@ from tpkernels.nn.parameters import check_unit
 from tpkernels.partition import copied_places
 from tpkernels.planning.alone.convolutions import check_channels
 from tpkernels.planning.modules.layers import Layer
-from tpkernels.planning.styles import Channels, Column, CopiedHeads, Features, Heads, Style
+from tpkernels.planning.styles import Channels, Column, CopiedHeads, Features, Heads, Row, Style
 
 __all__ = ["check_column", "convolutions_in", "makes_parts"]
 
@@ -64,4 +64,5 @@ def convolutions_in(
 def makes_parts(style: Style) -> bool:
     """Whether code behind the module may be given parts."""
     paired = isinstance(style, Channels) and style.paired
-    return paired or isinstance(style, Column | CopiedHeads | Features | Heads)
+    scattered = isinstance(style, Row) and style.scatter_unit > 0
+    return paired or scattered or isinstance(style, Column | CopiedHeads | Features | Heads)

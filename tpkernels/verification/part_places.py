@@ -60,6 +60,8 @@ def _columns(style: Style | None, features: int, rank: int, world_size: int) -> 
         ]  # fmt: skip
     if isinstance(style, Features):
         return _chunk(features, 1, rank, world_size)
+    if isinstance(style, Row) and style.scatter_unit:
+        return _chunk(features, style.scatter_unit, rank, world_size)
     if isinstance(style, CopiedHeads):
         return _of_copies(features, style.heads, style.copies, rank, world_size)
     return None

@@ -276,7 +276,8 @@ def traffic_of(
     if isinstance(style, Column | CopiedHeads):
         op = "all_gather_matmul" if style.sequence_parallel else "matmul_all_reduce"
     elif isinstance(style, Row):
-        op = "matmul_reduce_scatter" if style.sequence_parallel else "matmul_all_reduce"
+        scattered = style.sequence_parallel or style.scatter_unit > 0
+        op = "matmul_reduce_scatter" if scattered else "matmul_all_reduce"
     elif isinstance(style, Vocabulary):
         op = "all_reduce"
     return Traffic(_words(forward, leader), _words(backward, leader), sent, op)
@@ -304,8 +305,9 @@ def _collectives(style: Style) -> tuple[Moves, Moves]:
         elif style.gather_output:
             forward.append(("all-gather", "y"))
     elif isinstance(style, Row):
-        forward.append(("reduce-scatter" if style.sequence_parallel else "all-reduce", "y"))
-        if style.sequence_parallel:
+        scattered = style.sequence_parallel or style.scatter_unit > 0
+        forward.append(("reduce-scatter" if scattered else "all-reduce", "y"))
+        if scattered:
             backward.append(("all-gather", "dy"))
         if style.split_input:
             backward.append(("all-gather", "dx"))

@@ -20,12 +20,13 @@ from tpkernels.planning.modules.part_norms import KnownNorm, find_norms
 from tpkernels.planning.proofs.convolution_pairs import PairChoice
 from tpkernels.planning.proofs.hypotheses import Attributes, Proof, Whole
 from tpkernels.planning.proofs.joined_groups import join
-from tpkernels.planning.proofs.pair_proofs import both_roles, roles_of
+from tpkernels.planning.proofs.pair_proofs import roles_of
 from tpkernels.planning.proofs.random_draws import may_drop, random_pairs
 from tpkernels.planning.proofs.replay_checks import drawn_for_whole, half_partial
 from tpkernels.planning.proofs.search_again import SearchAgain
 from tpkernels.planning.proofs.tied_groups import Ties, shared_by_groups, unlike_twins
 from tpkernels.planning.replays.replay import Replay, Role, unlike_ranks
+from tpkernels.planning.replays.roles import both_roles
 from tpkernels.planning.runs.example_inputs import Observation
 from tpkernels.planning.runs.layer_groups import SMALL_GROUP, Group, find_groups
 from tpkernels.planning.runs.session import Scope
@@ -170,6 +171,11 @@ class _Decider:
             if self._widest is not None and group not in self._widest:
                 continue
             layers = set(group.layers)
+            if group.scattered and degrees():
+                self.decision.refused[group] = Unproven(
+                    f"{group.scattered[0]} would scatter a sum, which is in no blocks"
+                )
+                continue
             if group.given and self.whole_inputs:
                 self.decision.refused[group] = Unproven(f"{group.given[0]} gives a whole tensor to work on parts")
                 continue

@@ -17,13 +17,14 @@ import torch
 from torch import nn
 
 from tpkernels.planning.modules.numbers import config_numbers
+from tpkernels.planning.replays.roles import Role, both_roles
 from tpkernels.planning.runs.events import Shape
 from tpkernels.planning.runs.layer_groups import Group
 from tpkernels.planning.runs.session import Scope
 from tpkernels.planning.runs.shadow import Shadow
 from tpkernels.planning.runs.trace import Recording
 from tpkernels.planning.splits import Split, divisor, share
-from tpkernels.planning.styles import Column, CopiedHeads, Style
+from tpkernels.planning.styles import Column, CopiedHeads, Row, Style
 
 __all__ = ["Attributes", "Copies", "Hypotheses", "Proof", "Slice", "Whole", "names_read"]
 
@@ -108,6 +109,10 @@ class Proof:
         units = tuple(1 if whole else self.unit(size) for size, whole in zip(sizes, copied, strict=True))
         return Column(segments=sizes, units=units if self.pieces else (), copied=self.copied, behind=self.behind)
 
+    def row(self, takes: int, gives: int, *, scattered: bool) -> Row:
+        """The style of a layer that takes its part of so many features; ``scattered``: it gives its part as well."""
+        return Row(unit=self.unit(takes), scatter_unit=self.unit(gives) if scattered else 0)
+
     def moved(self, known: tuple[Group, str], other: tuple[Group, str]) -> Proof:
         """Restated for another group and the name of its scope, which differ only in their place."""
         (first, old), (group, scope) = known, other
@@ -156,6 +161,36 @@ class Hypotheses:
     def __init__(self, shadow: Shadow, recording: Recording) -> None:
         self.shadow, self.recording = shadow, recording
 
+    def roles(
+        self,
+        group: Group,
+        segments: Mapping[str, tuple[int, ...]],
+        number: int = 0,
+        pieces: int = 0,
+        slices: Mapping[str, Slice] = MappingProxyType({}),
+        feeders: tuple[str, ...] = (),
+        copied: int = 0,
+        behind: int = 0,
+        arguments: Mapping[tuple[str, str], tuple[int, int]] = MappingProxyType({}),
+    ) -> dict[str, Role]:
+        found = {
+            name: Role("column", segments[name], number, pieces, copied=copied, behind=behind) for name in group.columns
+        }
+        taken = {name: (self.shadow.layers[name].in_features,) for name in group.rows}
+        found = both_roles(
+            found,
+            {name: Role("row", sizes, number, pieces, summed=name in group.summed) for name, sizes in taken.items()},
+        )
+        whole = dict.fromkeys((*group.feeders, *feeders), "feeder") | dict.fromkeys(group.tables, "table")
+        found |= {name: Role(kind, (), number, pieces) for name, kind in whole.items()}
+        found |= {
+            name: Role("slice", cut.runs, number, pieces, cut.dim, cut.copied, cut.behind)
+            for name, cut in slices.items()
+        }
+        for (module, name), (dim, heads) in arguments.items():
+            found[f"{module}:{name}"] = Role("argument", (heads,), number, pieces, dim)
+        return found
+
     def layouts(self, group: Group, scope: Scope) -> Iterator[tuple[dict[str, tuple[int, ...]], bool]]:
         """Segments of every column, and whether they are a guess that nothing in the model suggests."""
         widest = max(self.shadow.layers[name].in_features for name in group.rows)
@@ -164,7 +199,9 @@ class Hypotheses:
         for name in group.columns:
             size = self.shadow.layers[name].out_features
             options: list[tuple[int, ...]] = [(size,)]
-            if len(group.columns) == 1 or size > widest:
+            if name in group.scattered:  # what is summed is scattered in one piece
+                pass
+            elif len(group.columns) == 1 or size > widest:
                 options += self._cuts_of(size, scope)
                 known |= set(options)
                 options += [(size // count,) * count for count in (3, 2) if size % count == 0]

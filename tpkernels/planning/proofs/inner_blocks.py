@@ -100,7 +100,7 @@ def _proven(module: nn.Module, layers: dict[str, Layer], world_size: int) -> Inn
         plain = not (proof.attributes or proof.copies or proof.pieces or proof.slices or proof.arguments)
         if not plain or any(len(sizes) > 1 for sizes in proof.segments.values()) or group.random:
             continue
-        if any(layers[name].kind == "embedding" for name in group.columns):
+        if group.scattered or any(layers[name].kind == "embedding" for name in group.columns):
             continue
         styles |= dict.fromkeys(group.columns, Column()) | dict.fromkeys(group.rows, Row())
     together = find_shared([alone.recording], styles)

@@ -104,6 +104,11 @@ def refuse_by_hand(name: str, style: Style) -> None:
     Raises:
         ValueError: it asks for one convolution of a pair.
     """
+    if isinstance(style, Row) and style.scatter_unit:
+        raise ValueError(
+            f'the override of {name!r} asks for a sum that is scattered, which only the data flow can prove: use "row" '
+            'or "row_split", or leave it to the plan'
+        )
     if isinstance(style, Channels) and style.paired:
         raise ValueError(
             f"the override of {name!r} asks for one convolution of a pair, which only the data flow can prove: use "

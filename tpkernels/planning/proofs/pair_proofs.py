@@ -8,7 +8,7 @@ module as a whole (a slope for each channel), that is cut with it; so are the bu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice, pairwise, product
 from math import prod
@@ -20,7 +20,7 @@ from tpkernels.planning.proofs.hypotheses import Proof, Slice
 from tpkernels.planning.proofs.search import Search
 from tpkernels.planning.replays.gate_rules import halves_of
 from tpkernels.planning.replays.replay import Replay
-from tpkernels.planning.replays.roles import Role, unlike_ranks
+from tpkernels.planning.replays.roles import Role, both_roles, unlike_ranks
 from tpkernels.planning.runs.events import Shape
 from tpkernels.planning.runs.layer_groups import Group
 from tpkernels.planning.runs.session import Scope
@@ -28,7 +28,7 @@ from tpkernels.planning.runs.shadow import Shadow
 from tpkernels.planning.runs.trace import Recording
 from tpkernels.planning.splits import Unproven, share
 
-__all__ = ["both_roles", "prove", "roles_of"]
+__all__ = ["prove", "roles_of"]
 
 MOST_LAYOUTS, MOST_SLICES = 8, 64
 """Attempts for one group, and how often tensors of other modules are cut with it."""
@@ -41,16 +41,6 @@ def roles_of(group: Group, shadow: Shadow, proof: Proof, number: int = 0) -> dic
     takes = {name: proof.taken.get(name, (shadow.sizes[name].in_features,)) for name in group.rows}
     found = both_roles(gives, {name: Role("row", sizes, number) for name, sizes in takes.items()})
     return found | {name: Role("slice", cut.runs, number, dim=cut.dim) for name, cut in proof.slices.items()}
-
-
-def both_roles(some: Mapping[str, Role], others: Mapping[str, Role]) -> dict[str, Role]:
-    """Roles of several groups: a convolution that ends one of them and begins another has a role of both."""
-    found = {**some, **others}
-    for name in some.keys() & others.keys():
-        row, column = sorted((some[name], others[name]), key=lambda role: role.kind == "column")
-        if (row.kind, column.kind) == ("row", "column"):
-            found[name] = replace(column, taken=row)
-    return found
 
 
 def prove(search: Search, recording: Recording, group: Group, world_size: int) -> Proof:

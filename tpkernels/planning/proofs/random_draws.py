@@ -15,7 +15,7 @@ __all__ = ["may_drop", "random_pairs"]
 def random_pairs(observation: Observation, noisy: Collection[Group]) -> list[tuple[str, str]]:
     """Of groups with such draws: pairs of the first column that runs, and of the row that ends the group."""
     column = {name: group for group in noisy for name in group.columns}
-    row = {name: group for group in noisy for name in group.rows}
+    row = {name: group for group in noisy for name in group.rows if name not in group.scattered}
     opened: dict[Group, str] = {}
     pairs: dict[tuple[str, str], None] = {}
     for name in (name for _, recording in observation.firsts for name in _calls(recording)):

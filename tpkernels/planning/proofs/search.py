@@ -24,7 +24,7 @@ from tpkernels.nn.sliced_arguments import named_arguments
 from tpkernels.partition import as_shard
 from tpkernels.planning.modules.numbers import config_numbers
 from tpkernels.planning.proofs.hypotheses import Attributes, Copies, Hypotheses, Proof, Slice, Whole
-from tpkernels.planning.replays.replay import Replay, Role, unlike_ranks
+from tpkernels.planning.replays.replay import Replay, unlike_ranks
 from tpkernels.planning.runs.layer_groups import Group
 from tpkernels.planning.runs.session import Scope
 from tpkernels.planning.runs.shadow import Shadow
@@ -320,33 +320,6 @@ class Search(Hypotheses):
             return False  # a dimension of heads alone has no free places
         return all(size % pieces == 0 for size in sizes) and all(size == pieces for size in tables)
 
-    def roles(
-        self,
-        group: Group,
-        segments: Mapping[str, tuple[int, ...]],
-        number: int = 0,
-        pieces: int = 0,
-        slices: Mapping[str, Slice] = MappingProxyType({}),
-        feeders: tuple[str, ...] = (),
-        copied: int = 0,
-        behind: int = 0,
-        arguments: Mapping[tuple[str, str], tuple[int, int]] = MappingProxyType({}),
-    ) -> dict[str, Role]:
-        found = {
-            name: Role("column", segments[name], number, pieces, copied=copied, behind=behind) for name in group.columns
-        }
-        rows = {name: (self.shadow.layers[name].in_features,) for name in group.rows}
-        found |= {name: Role("row", sizes, number, pieces, summed=name in group.summed) for name, sizes in rows.items()}
-        whole = dict.fromkeys((*group.feeders, *feeders), "feeder") | dict.fromkeys(group.tables, "table")
-        found |= {name: Role(kind, (), number, pieces) for name, kind in whole.items()}
-        found |= {
-            name: Role("slice", cut.runs, number, pieces, cut.dim, cut.copied, cut.behind)
-            for name, cut in slices.items()
-        }
-        for (module, name), (dim, heads) in arguments.items():
-            found[f"{module}:{name}"] = Role("argument", (heads,), number, pieces, dim)
-        return found
-
     def _attempt(
         self,
         recording: Recording,
@@ -402,7 +375,7 @@ class Search(Hypotheses):
     ) -> Proof | None:
         widest = max(map(max, segments.values()))
         narrow = {size for sizes in segments.values() for size in sizes if size < widest}
-        if len(narrow) != 1 or min(narrow) % heads:
+        if len(narrow) != 1 or min(narrow) % heads or group.scattered:
             return None
         features = min(narrow) // heads
         queries = widest // features

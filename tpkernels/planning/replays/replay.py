@@ -381,20 +381,23 @@ class Replay(WidthSteps):
         event, role = self._next(None, name, (self.source(x),)), self.roles.get(name)
         split, whole_in, whole_out = self._splits.get(id(x)), event.whole[0], event.outputs[0]
         last = len(whole_in) - 1
-        if role is not None and role.kind == "row":
-            self.blame = frozenset([role.group])
-            if split != role.split(last):
+        taken = role if role is not None and role.kind == "row" else None if role is None else role.taken
+        if taken is not None:
+            self.blame = frozenset([taken.group])
+            if split != taken.split(last):
                 raise Unproven(f"the input of {name} is {how(split)}, not cut by features in one piece")
+        if role is not None and role.kind == "row":
             shape, answer = tuple(whole_out), None
             self._open = False
             self._open_groups.discard(role.group)
             self._open_pairs.discard(role.group)
         else:
-            if split is not None:
-                raise Unproven(f"the input of {name} is {how(split)}, which takes it whole")
-            if tuple(x.shape) != tuple(whole_in):
-                raise Unproven(f"the input of {name} has shape {list(x.shape)} instead of {list(whole_in)}")
-            self._feeds(name, id(x) in self._summed)
+            if taken is None:
+                if split is not None:
+                    raise Unproven(f"the input of {name} is {how(split)}, which takes it whole")
+                if tuple(x.shape) != tuple(whole_in):
+                    raise Unproven(f"the input of {name} has shape {list(x.shape)} instead of {list(whole_in)}")
+                self._feeds(name, id(x) in self._summed)
             answer = role.split(len(whole_out) - 1) if role is not None and role.kind == "column" else None
             shape = tuple(whole_out) if answer is None else answer.local_shape(whole_out, self.world_size, self.rank)
             if role is not None and answer is not None:

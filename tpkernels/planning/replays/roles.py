@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tpkernels.planning.splits import Split, share
 
-__all__ = ["Role", "unlike_ranks"]
+__all__ = ["Role", "both_roles", "unlike_ranks"]
 
 
 @dataclass(frozen=True)
 class Role:
     """What a layer is to a group: "column" (its output is cut as ``segments``) or "row" (its input is cut).
 
-    A convolution that is a "row" of one group and a "column" of another has the role of a column, with ``taken``, that
-    of the row.
+    A layer that is a "row" as well as a "column" has the role of a column, with ``taken``, that of the row: ranks
+    scatter the sum.
 
     Every rank has the last ``copied`` segments but ``behind`` whole, and a share of the gradients of their rows of the
     weight.  A "row" that is ``summed`` gives to parts what it has summed, and sums the gradient of that as well.
@@ -37,6 +37,16 @@ class Role:
 
     def split(self, dim: int) -> Split:
         return Split(dim, self.segments, self.pieces, self.copied, self.behind)
+
+
+def both_roles(some: Mapping[str, Role], others: Mapping[str, Role]) -> dict[str, Role]:
+    """Roles of several groups: a layer that ends one of them and begins another has a role of both."""
+    found = {**some, **others}
+    for name in some.keys() & others.keys():
+        row, column = sorted((some[name], others[name]), key=lambda role: role.kind == "column")
+        if (row.kind, column.kind) == ("row", "column"):
+            found[name] = replace(column, taken=row)
+    return found
 
 
 def unlike_ranks(roles: Mapping[str, Role], world_size: int) -> list[int]:

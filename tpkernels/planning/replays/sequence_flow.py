@@ -63,7 +63,7 @@ def follow(observation: Observation, roles: Mapping[str, str], others: Mapping[s
     """Follow the residual through all lists of blocks.
 
     Args:
-        roles: "column" or "row" for layers of proven groups.
+        roles: "column", "row" or "both" for layers of proven groups.
         others: every other layer, with the layers that it would have been cut with: what is between them takes the
             whole sequence.
     """
@@ -293,6 +293,8 @@ class _Flow(Session):
                 self._splits[id(out)] = self._sequence_of(shape)
         elif split is not None:
             raise Unproven(f"{name} takes a part of the sequence, but is cut by itself")
+        elif role == "both":
+            self._features.add(storage_of(out))
         return out
 
     def _sequence_of(self, shape: tuple[int, ...]) -> Split:

@@ -36,6 +36,8 @@ class Group:
     """Rows that give what they sum to columns or to what is cut; so is the gradient of that."""
     tables: tuple[str, ...] = ()
     """Tables that stay whole and give to what is cut; the gradients of their weights are summed."""
+    scattered: tuple[str, ...] = ()
+    """Rows that are columns as well: ranks scatter the sum, each of them takes its features of it."""
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -49,7 +51,7 @@ class Group:
     @property
     def size(self) -> int:
         """How many layers are cut."""
-        return len(self.columns) + len(self.rows)
+        return len(self.columns) + len(self.rows) - len(self.scattered)
 
 
 @dataclass(frozen=True)
@@ -83,10 +85,12 @@ def find_groups(recording: Recording, *, convolutions: bool = False) -> list[Gro
     fed: list[Group] = []
     for one in components(recording, convolutions=convolutions):
         first = _channel_ways(one, recording.convolution_inputs.keys()) if convolutions else _ways(one)
-        less = () if convolutions else (*_fed_ways(one, tables), *_ways_beside(one, tables, layers))
+        less = () if convolutions else (
+            *_fed_ways(one, tables), *_ways_beside(one, tables, layers), *_scattered_ways(one, layers)
+        )  # fmt: skip
         for found, ways in ((groups, first), (fed, less)):
             for way in ways:
-                apart = convolutions or not way.columns & way.rows
+                apart = convolutions or way.columns & way.rows == way.scattered
                 closed = not way.columns & one.seen_outside and not way.rows & one.open
                 if way.columns and way.rows and apart and closed:
                     columns, rows, *others = (tuple(sorted(some, key=order.__getitem__)) for some in way)
@@ -124,6 +128,7 @@ class _Way(NamedTuple):
     feeders: Set[str] = frozenset()
     summed: Set[str] = frozenset()
     tables: Set[str] = frozenset()
+    scattered: Set[str] = frozenset()
 
 
 def _ways(one: Component) -> Iterator[_Way]:
@@ -161,6 +166,15 @@ def _fed_ways(one: Component, tables: Set[str]) -> Iterator[_Way]:
     shared = set[str].intersection(*one.sources.values()) - tables
     if shared and _blocks_without(one, shared) > 1:
         yield _Way(one.columns - shared, one.rows, shared)
+
+
+def _scattered_ways(one: Component, layers: Mapping[str, Layer]) -> Iterator[_Way]:
+    """A component of few layers whose inner ones take parts and give them: of the values of all heads Doge makes
+    numbers for each head, which its scores take."""
+    inner = one.columns & one.rows
+    linear = all(layers[name].kind != "embedding" for name in one.columns | one.rows)
+    if inner and linear and len(one.columns | one.rows) <= SMALL_GROUP and inner < one.columns and inner < one.rows:
+        yield _Way(one.columns, one.rows, scattered=inner)
 
 
 def _ways_beside(one: Component, tables: Set[str], layers: Mapping[str, Layer]) -> Iterator[_Way]:
