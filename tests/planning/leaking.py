@@ -42,7 +42,7 @@ class Leaking(nn.Module):
         if self.how == "softmax":
             h = h.softmax(-1)
         elif self.how == "sum":
-            h = h - h.sum(-1, keepdim=True)
+            h = h - h.sum((-2, -1), keepdim=True)  # one of the last dimension is taken over all ranks
         elif self.how == "roll":
             h = h.roll(1, -1)
         elif self.how == "residual":
