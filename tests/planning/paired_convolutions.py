@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["CUT", "WHOLE", "inputs", "made"]
+__all__ = ["Backbone", "CUT", "WHOLE", "inputs", "made"]
 
 
 class Residual(nn.Module):
@@ -282,6 +282,38 @@ def stream() -> nn.Module:
     return nn.Sequential(conv(3, 23), nn.BatchNorm2d(23), *blocks, conv(26, 3, 1))
 
 
+class Asking(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1 if x.sum() > 0 else x
+
+
+class Backbone(nn.Module):
+    """Of a detector: its residual stream is what it returns, as it is and as the mean over space.
+
+    "alone": as it is; "mixed": also the mean over channels; "dropped": with dropout; "asked": beside
+    what a module makes of it that needs its values.
+    """
+
+    def __init__(self, what: str = "") -> None:
+        super().__init__()
+        self.what, self.stem, self.norm, self.asks = what, conv(3, 23), nn.BatchNorm2d(23), Asking()
+        self.blocks = nn.ModuleList(
+            Residual(conv(23, 5, 1), nn.ReLU(), conv(5, 5), nn.ReLU(), conv(5, 23, 1)) for _ in "12"
+        )
+
+    def forward(self, x: Tensor) -> Any:
+        given, x = x, self.norm(self.stem(x))
+        for block in self.blocks:
+            x = block(x)
+        if self.what == "dropped":
+            x = nn.functional.dropout(x, 0.5, self.training)
+        if self.what == "asked":
+            return x, self.asks(x)
+        if not self.what:
+            return {"maps": (x.mean((2, 3)), given.mean(), x)}
+        return (x, x.mean(1)) if self.what == "mixed" else x
+
+
 def grouped() -> nn.Module:
     """Whole groups on two ranks and on three."""
     between = [
@@ -347,7 +379,8 @@ def wide() -> nn.Module:
 
 CUT: dict[str, Callable[[], nn.Module]] = {
     "two": two, "basic": basic, "bottleneck": bottleneck, "stream": stream, "dense": Dense, "squeezed": Squeezed,
-    "grouped": grouped, "decoder": decoder, "wider than dense": lambda: Dense(19),
+    "grouped": grouped, "decoder": decoder,
+    "backbone": lambda: Backbone("alone"), "wider than dense": lambda: Dense(19),
     "gated behind another": lambda: nn.Sequential(conv(3, 11), nn.ReLU(), conv(11, 6), nn.GLU(1), conv(3, 4)),
     "transposed": transposed, "one dimension": one_dimension, "three dimensions": three_dimensions, "head": head,
     "conformer": conformer, "layer norm": lambda: nn.Sequential(nn.Flatten(2), Conformer(6, nn.LayerNorm(6))),

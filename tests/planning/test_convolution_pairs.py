@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import tpkernels as tpk
 from tests.nn.reference import LIMIT_S, tp_mesh
-from tests.planning.paired_convolutions import CUT, WHOLE, inputs, made
+from tests.planning.paired_convolutions import CUT, WHOLE, Backbone, inputs, made
 from tpkernels.errors import UnprovenCallWarning
 from tpkernels.nn.gathering import gathered
 from tpkernels.nn.paired_convolution import why_not_paired
@@ -31,6 +31,11 @@ PAIRS = {
     "decoder": (
         "1 3 4.layers.1 4.layers.3 6 7.layers.1 7.layers.3 8",
         "2 4.layers.0 4.layers.2 5 7.layers.0 7.layers.2",
+    ),
+    "backbone": (
+        "stem blocks.0.layers.0 blocks.0.layers.2 blocks.0.layers.4 "
+        "blocks.1.layers.0 blocks.1.layers.2 blocks.1.layers.4",
+        "norm",
     ),
     "wider than dense": ("stem joined last layers.0 layers.1.0", "layers.1.1"),
     "stream": (
@@ -84,8 +89,8 @@ def test_a_convolution_gives_its_channels_to_one_that_sums_them(name: str) -> No
     if name == "snake":
         assert plan["2.layers.2"].style == Sliced((("alpha", 1),))
         assert (
-            plan["1"].reason
-            == "by its output channels, gathered (not in a pair: 1 also gives to a result of the model)"
+            plan["1"].reason == "by its output channels, gathered (not in a pair: with the result of the model that it "
+            "would gather, a pair would send as much)"
         )
     if name == "head":
         assert plan["5"].style == Row()
@@ -193,6 +198,25 @@ def test_a_convolution_that_gives_more_than_it_takes_gathers_what_it_takes() -> 
     assert (plan["6"].forward, plan["6"].backward) == ("all-gather of x", "reduce-scatter of dx")
     with pytest.raises(ValueError, match="an input is gathered by a convolution that takes and gives this rank's"):
         Channels(inputs=True, gather_input=True)
+
+
+@pytest.mark.cpu
+def test_a_stream_may_end_in_what_the_model_returns() -> None:
+    def made_with(what: str) -> tpk.ShardingPlan:
+        return tpk.make_plan(Backbone(what).double(), 2, example_inputs=inputs("two"))
+
+    plan, elements, item = made_with(""), 2 * 8 * 6, 8
+    assert paired(plan) == PAIRS["backbone"][0]
+    assert plan.cut_results == ((0, 1, 23), (2, 1, 23)), "the one between is whole"
+    assert plan.result_bytes == (elements + 2) * item * 23 // 2
+    assert plan.wire_bytes == plan.result_bytes + sum(entry.wire_bytes or 0 for entry in plan.entries)
+    assert "2 of the results are gathered, which sends 8.8 KiB" in str(plan)
+    assert tpk.ShardingPlan.from_json(plan.to_json()) == plan
+    alone = dict.fromkeys(PAIRS["backbone"][0].split(), "channels")
+    gathered_each = tpk.make_plan(Backbone().double(), 2, example_inputs=inputs("two"), overrides=alone)
+    assert plan.wire_bytes < gathered_each.wire_bytes
+    for what in ("mixed", "dropped", "asked"):
+        assert made_with(what).cut_results == () and "stem" not in paired(made_with(what)).split(), what
 
 
 @pytest.mark.cpu
@@ -349,6 +373,30 @@ def joined_by_hand() -> list[str]:
     return wrong + differing("state of it", tpk.full_state_dict(model), plain.state_dict())
 
 
+def returns_whole() -> list[str]:
+    """Nested results of a stream that is cut, called as it is and compiled."""
+    torch.manual_seed(3)
+    plain, x = Backbone().double().eval(), inputs("two")
+    plan = tpk.make_plan(plain, tp_mesh(), example_inputs=x)
+    model = tpk.parallelize(copy.deepcopy(plain), tp_mesh(), tpk.ShardingPlan.from_json(plan.to_json()))
+    wrong = [] if plan.cut_results else ["no result is cut"]
+    for how, called in (("as it is", model), ("compiled", torch.compile(model, backend="eager", fullgraph=True))):
+        gradients = []
+        for one in (called, plain):
+            y = x.clone().requires_grad_()
+            maps = one(y)["maps"]
+            sum((found * found).sum() for found in maps).backward()  # type: ignore[union-attr]
+            gradients.append({"dx": y.grad} | {str(place): found.detach() for place, found in enumerate(maps)})
+        wrong += differing(how, *gradients)  # type: ignore[arg-type]
+    return wrong
+
+
+@pytest.mark.gloo
+def test_results_of_a_stream_that_is_cut_are_whole_also_in_compiled_code(ranks: Pools) -> None:
+    for world in (2, 3):
+        assert ranks(world).run(returns_whole, timeout=LIMIT_S) == [[]] * world
+
+
 @pytest.mark.gloo
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("world", [3, 2])
@@ -360,6 +408,7 @@ def test_values_gradients_and_buffers_are_those_of_the_whole_model(ranks: Pools,
             "basic",
             "stream",
             "dense",
+            "backbone",
             "decoder",
             "wider than dense",
             "halves of both",

@@ -222,7 +222,8 @@ def _summed(
     else:
         mesh, w, b = local_parts(self._parameters["weight"], self._parameters["bias"])
         own = (chunk_sizes(self.in_channels, mesh.size())[mesh.get_local_rank()],)
-    if b is not None and gives_channels(self) and (told := read_packed.get()) is not None:
+    told = None if torch.compiler.is_compiling() else read_packed.get()
+    if b is not None and gives_channels(self) and told is not None:
         told(b, 0, (b.shape[0],), 0, 0)
     channels = channels_in(self, input, sum(own), mesh)
     refuse(mesh, "a convolution of a pair", "its sums over channels are in no blocks")

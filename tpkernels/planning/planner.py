@@ -209,6 +209,7 @@ class _Planner:
         return replace(
             plan, by_weight=called_by_weight(seen, styles), strategy=strategy, statistics=statistics,
             statistic_bytes=bytes_of_statistics(firsts, statistics, self.world_size), draws_from=self._draws_from(),
+            cut_results=self.decision.cut_results, result_bytes=self.decision.result_bytes,
         )  # fmt: skip
 
     def _draws_from(self) -> tuple[str, ...]:

@@ -276,7 +276,7 @@ def parallelize(
                 share_in(modules[name], forks)
         leave_on_errors(model, forks)
         if any(map(makes_parts, styles.values())):
-            whole_outputs(model, tp)
+            whole_outputs(model, tp, plan.cut_results)
     elif same_bits:
         refuse_draws(
             [modules[name] for name, style in styles.items() if isinstance(style, Column) and not style.gather_output],

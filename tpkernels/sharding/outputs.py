@@ -20,7 +20,8 @@ The kind of a call: which arguments there are, their flags, dtypes and which of 
 gradients or not; the flags and texts in the model's configs.  Flags that a module keeps elsewhere are no part of it;
 where they change what the model returns, the call raises, and the next one is followed again.
 
-Under ``torch.compile`` and ``torch.export`` nothing is followed: ``output_attentions`` is refused there.
+Under ``torch.compile`` and ``torch.export`` nothing is followed: what the plan says of results is gathered, and
+``output_attentions`` is refused there.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from __future__ import annotations
 import functools
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -37,6 +38,7 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from tpkernels.comm.groups import GroupLike, resolve
@@ -59,11 +61,14 @@ _FLAGS = ("output_attentions",)
 """Of transformers: what asks for parts."""
 
 
-def whole_outputs(model: nn.Module, mesh: GroupLike) -> None:
+def whole_outputs(model: nn.Module, mesh: GroupLike, cut: Sequence[tuple[int, int, int]] = ()) -> None:
     """Make every tensor whole that a call of ``model`` returns as a part, from now on.
 
     ``parallelize`` does this for plans that are proven.  An explicit mapping of names to styles is carried out as it
     stands, and what leaves such a model as a part is its caller's, unless this is called.
+
+    ``cut``: of a plan, what is cut of what the model returns, for compiled code: the number among the results, the
+    dimension, and the size of that in the whole.
 
     Examples:
         >>> model = tpk.parallelize(nn.Sequential(nn.Linear(8, 32)), mesh["tp"], {"0": "column"})
@@ -74,7 +79,7 @@ def whole_outputs(model: nn.Module, mesh: GroupLike) -> None:
     tp = tp_mesh(mesh, model)
     if tp.size() == 1:
         return
-    guard = _Guard(tp)
+    guard = _Guard(tp, cut)
     model.register_forward_pre_hook(guard.before, with_kwargs=True)
     guard.end = model.register_forward_hook(guard.after, with_kwargs=True, always_call=True).id
 
@@ -125,8 +130,8 @@ class _Calls(threading.local):
 class _Guard:
     """The hooks around a model."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self._mesh = mesh
+    def __init__(self, mesh: DeviceMesh, cut: Sequence[tuple[int, int, int]]) -> None:
+        self._mesh, self._cut = mesh, tuple(cut)
         self._kinds: dict[Any, _Kind] = {}
         self._calls = _Calls()
         self._configs: list[dict[str, Any]] | None = None
@@ -136,7 +141,7 @@ class _Guard:
         """The number of the hook after a call, without which there must be none before it."""
 
     def __deepcopy__(self, memo: Any) -> _Guard:
-        twin = _Guard(self._mesh)
+        twin = _Guard(self._mesh, self._cut)
         twin.end = self.end
         return twin
 
@@ -158,7 +163,9 @@ class _Guard:
         self._calls.stack.append((key, kind, followed))
 
     def after(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        if torch.compiler.is_compiling() or not self._calls.stack:
+        if torch.compiler.is_compiling():
+            return _gathered(output, self._cut, self._mesh) if self._cut else None
+        if not self._calls.stack:
             return None
         key, kind, followed = self._calls.stack.pop()
         kept_caches.leave()
@@ -310,6 +317,19 @@ def _said(mark: Mark) -> list[list[Any]]:
     """A mark in the form in which it is sent to the other ranks; parts beside copies cannot be gathered."""
     ways = sorted((split.dim, list(split.segments)) for split in mark if not split.copied)
     return [[dim, segments] for dim, segments in ways]
+
+
+def _gathered(output: Any, cut: tuple[tuple[int, int, int], ...], mesh: DeviceMesh) -> Any:
+    """What compiled code returns, with the results whole that the plan knows as parts."""
+    results, form = tree_flatten(output)
+    for number, dim, total in cut:
+        sizes = chunk_sizes(total, mesh.size())
+        x = results[number] if number < len(results) else None
+        if not isinstance(x, Tensor) or x.dim() <= dim or x.shape[dim] != sizes[mesh.get_local_rank()]:
+            raise ValueError("this call returns other things than the plan was proven for, and compiled code cannot "
+                             "follow which of them are parts: call the model without torch.compile")  # fmt: skip
+        results[number] = _Cut._gather(x, mesh, dim, list(sizes))
+    return tree_unflatten(results, form)
 
 
 def _full(tensor: Tensor) -> Tensor:

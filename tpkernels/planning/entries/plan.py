@@ -31,7 +31,7 @@ NO_DATA_FLOW = "no data flow: "
 FORMAT, VERSION = "tpkernels.ShardingPlan", 8
 STRATEGIES = ("auto", "rules")
 _NEW_IN: dict[int, dict[str, Any]] = {
-    8: {"statistics": {}, "statistic_bytes": 0, "draws_from": []},
+    8: {"statistics": {}, "statistic_bytes": 0, "draws_from": [], "cut_results": [], "result_bytes": 0},
     7: {"strategy": "auto"},
     6: {"by_weight": {}},
     5: {"arguments": {}},
@@ -136,6 +136,11 @@ class ShardingPlan:
     draws_from: tuple[str, ...] = ()
     """Generators besides torch's that the model draws random numbers from: "numpy", "python"; the ranks' are put in
     step."""
+    cut_results: tuple[tuple[int, int, int], ...] = ()
+    """Of what the model returns, what is gathered at the end: its number among the results, the dimension that is cut,
+    and the size of that in the whole."""
+    result_bytes: int = 0
+    """Sent by one rank for these."""
     strategy: str = "auto"
     """By which :func:`make_plan` found it: "auto" or "rules"."""
 
@@ -172,7 +177,8 @@ class ShardingPlan:
     @property
     def wire_bytes(self) -> int:
         """Bytes that one rank sends in a forward and a backward pass over the example, on average over the ranks."""
-        return (self.residual_bytes or 0) + self.statistic_bytes + sum(entry.wire_bytes or 0 for entry in self.entries)
+        beside = (self.residual_bytes or 0) + self.statistic_bytes + self.result_bytes
+        return beside + sum(entry.wire_bytes or 0 for entry in self.entries)
 
     @property
     def fallback(self) -> str:
@@ -281,6 +287,7 @@ def _plan_from(body: dict[str, Any]) -> ShardingPlan:
     _check_keys("plan", body, ShardingPlan)
     _check_kinds("plan", body, world_size=_is_count, sequence_parallel=_is_flag, sequence_random=_is_flag)
     _check_kinds("plan", body, residual_bytes=_is_count_or_none, strategy=_is_strategy, statistic_bytes=_is_count)
+    _check_kinds("plan", body, result_bytes=_is_count)
     entries = []
     for item in body["entries"]:
         _check_keys("entry", item, Entry)
@@ -323,6 +330,7 @@ def _plan_from(body: dict[str, Any]) -> ShardingPlan:
     by_weight = {_text(name): _texts(read) for name, read in body["by_weight"].items()}
     found |= {"arguments": arguments, "model": _text(body["model"]), "example": _text(body["example"])}
     found |= {"by_weight": by_weight, "statistics": statistics}
+    found["cut_results"] = tuple(_cut_result(cut, body["world_size"]) for cut in body["cut_results"])
     return ShardingPlan(**body | lists | found)
 
 
@@ -333,6 +341,13 @@ def _for_each_rank(what: str, given: Any, world_size: int) -> dict[str, tuple[in
         if len(ranks) != world_size:
             raise ValueError(f"{what} {key} has values for {len(ranks)} ranks")
     return found
+
+
+def _cut_result(cut: Any, world_size: int) -> tuple[int, int, int]:
+    found = _sizes(cut)
+    if len(found) != 3 or found[2] < world_size:
+        raise ValueError(f"a result that is cut has a number, a dimension and its size there, got {cut!r}")
+    return found[0], found[1], found[2]
 
 
 def _check_shared(shared: tuple[tuple[str, ...], ...], styles: Mapping[str, Style]) -> None:

@@ -153,6 +153,8 @@ def _totals(plan: ShardingPlan) -> list[str]:
     if plan.statistics:
         sent = _bytes(plan.statistic_bytes)
         lines.append(f"sums, means and spreads over all ranks: of {', '.join(_statistics(plan))}, which sends {sent}")
+    if plan.cut_results:
+        lines.append(f"{len(plan.cut_results)} of the results are gathered, which sends {_bytes(plan.result_bytes)}")
     if plan.draws_from:
         lines.append(f"random numbers of {' and '.join(plan.draws_from)}: all ranks draw the same")
     if plan.random:

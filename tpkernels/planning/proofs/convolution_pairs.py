@@ -3,7 +3,8 @@
 It owns the choice.  Groups are those of the data flow (:func:`find_groups`), with convolutions among their layers: the
 three of a bottleneck are two groups, and the last ones and the first ones of all bottlenecks along a residual stream
 are one.  A convolution that ends one group may begin another, if both are cut; then ranks scatter what they sum, or
-gather what they take, if that is less.  So what a layer sends depends on the groups on both of its sides.
+gather what they take, if that is less.  So what a layer sends depends on the groups on both of its sides.  A stream may
+end in what the model returns, which is gathered (:mod:`tpkernels.sharding.outputs`), if all of it sends less then.
 
 Groups are taken one after the other, always the one that saves the most bytes by the plan's own count beside those that
 are taken, until each further one would send more: a rank never sends more than it does where each layer is cut by
@@ -14,7 +15,7 @@ whole model.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Container, Mapping, Sequence
 from typing import Any
 
 from tpkernels.ops.checks import DTYPES
@@ -28,7 +29,7 @@ from tpkernels.planning.runs.shadow import Shadow
 from tpkernels.planning.runs.trace import Recording
 from tpkernels.planning.splits import Unproven
 
-__all__ = ["PairChoice"]
+__all__ = ["PairChoice", "names_gathering", "sent_for_results"]
 
 
 class PairChoice:
@@ -43,8 +44,8 @@ class PairChoice:
         """Groups that cannot be cut, whichever others are; and why."""
         self.bytes = ChannelBytes(search.shadow, recording, world_size)
         self._known: dict[Any, tuple[Group, Scope, Proof] | Unproven] = {}
-        self._groups = find_groups(recording, convolutions=True)
-        for group in self._groups:
+        self.groups = find_groups(recording, convolutions=True)
+        for group in self.groups:
             why = next((why for n in group.layers if (why := _why_barred(n, search.shadow, recording, excluded))), None)
             if why is not None:
                 self.refused[group] = Unproven(why)
@@ -54,13 +55,16 @@ class PairChoice:
         taken."""
         taken: dict[Group, Proof] = {}
         beside: dict[Group, Unproven] = {}
-        free = [group for group in self._groups if not any(name in used for name in group.layers)]
+        free = [group for group in self.groups if not any(name in used for name in group.layers)]
         while free := [group for group in free if not any(group in some for some in (self.refused, beside, taken))]:
             added = {group: self._added(group, taken) for group in free}
-            best = min(added, key=lambda group: added[group])
+            best = min(added, key=lambda group: (added[group], bool(group.results)))
             if added[best] > 0:
                 beside |= dict.fromkeys(free, Unproven("a pair would send more than its layers do without it"))
                 break
+            if added[best] == 0 and best.results:
+                beside[best] = Unproven("with the result of the model that it would gather, a pair would send as much")
+                continue
             try:
                 proof = self._proof(best)
             except Unproven as error:
@@ -81,7 +85,12 @@ class PairChoice:
             self.bytes.sent(n, takes=n in takes or n in group.rows, gives=n in gives or n in group.columns)
             - self.bytes.sent(n, takes=n in takes, gives=n in gives)
             for n in dict.fromkeys(group.layers)
-        )
+        ) + self.sent_for_results(group)
+
+    def sent_for_results(self, group: Group) -> int:
+        """By a rank, to gather what the model returns of the group; each rank has its part of the gradient."""
+        total = sum(self.recording.returned[number][1] for number in group.results)
+        return total * (self.world_size - 1) // self.world_size
 
     def _clash(self, group: Group, proof: Proof, taken: Mapping[Group, Proof]) -> str | None:
         """A layer that cannot be in this group and in one that is taken: only a convolution that gives its channels in
@@ -115,6 +124,18 @@ class PairChoice:
             if owner in self._excluded:
                 raise Unproven(f"{owner} stays whole, or is cut with others")
         return proof
+
+
+def names_gathering(choices: Sequence[PairChoice], pairs: Collection[Group]) -> set[str]:
+    """Convolutions that end one of ``pairs`` and begin another, and send less if they gather what they take."""
+    between = {name for group in pairs for name in group.rows} & {name for group in pairs for name in group.columns}
+    counted = {name: next(one.bytes for one in choices if name in one.bytes.elements) for name in between}
+    return {name for name, sent in counted.items() if sent.gathers(name)}
+
+
+def sent_for_results(choices: Sequence[PairChoice], pairs: Collection[Group]) -> int:
+    """By a rank, to gather what the model returns of ``pairs``."""
+    return sum(next(one for one in choices if group in one.groups).sent_for_results(group) for group in pairs)
 
 
 def _why_barred(name: str, shadow: Shadow, recording: Recording, excluded: Container[str]) -> str | None:

@@ -16,8 +16,10 @@ from itertools import islice
 from types import MappingProxyType
 from typing import Any
 
+from torch import Tensor
+
 from tpkernels.planning.modules.part_norms import KnownNorm, find_norms
-from tpkernels.planning.proofs.convolution_pairs import PairChoice
+from tpkernels.planning.proofs.convolution_pairs import PairChoice, names_gathering, sent_for_results
 from tpkernels.planning.proofs.hypotheses import Attributes, Proof, Whole
 from tpkernels.planning.proofs.joined_groups import join
 from tpkernels.planning.proofs.pair_proofs import roles_of
@@ -57,6 +59,10 @@ class Decision:
     """What works on each channel by itself, and takes channels that are cut."""
     gathering: set[str] = field(default_factory=set)
     """Convolutions that take and give channels that are cut, and gather the ones."""
+    cut_results: tuple[tuple[int, int, int], ...] = ()
+    """Of what the model returns, what is cut: its number, the dimension, and the size of that in the whole;"""
+    result_bytes: int = 0
+    """sent to gather these."""
     fed: set[str] = field(default_factory=set)
     """Columns that read what a feeder gives, so that they do not sum the gradient of their input."""
     partial: set[str] = field(default_factory=set)
@@ -375,10 +381,10 @@ class _Decider:
             for _, choice in choices:
                 choice.refused |= dict.fromkeys(wrong, error)
         self.decision.pairs = pairs
-        between = {n for group in pairs for n in group.rows} & {n for group in pairs for n in group.columns}
-        for name in between:
-            counted = next(choice.bytes for _, choice in choices if name in choice.bytes.elements)
-            self.decision.gathering |= {name} if counted.gathers(name) else set()
+        every = [choice for _, choice in choices]
+        self.decision.gathering = names_gathering(every, pairs)
+        self.decision.cut_results = tuple(replay.cut_results) if pairs else ()
+        self.decision.result_bytes = sent_for_results(every, pairs)
 
     def _chosen_pairs(self, choices: Sequence[tuple[Mode, PairChoice]]) -> dict[Group, Proof]:
         """A choice for each first run, of layers that those before it have left."""
@@ -421,6 +427,8 @@ class _Decider:
         count = len(proofs) + len(pairs)
         for name, role in self.forced.items():
             roles.setdefault(name, replace(role, group=count))
+        leaving = frozenset(number for number, one in enumerate(pairs, start=len(proofs)) if one.results)
+        results: list[dict[tuple[int, int, int], Tensor]] = []
         ranks = unlike_ranks(roles, self.world_size)
         merged: Replay | None = None
         for mode, recording in self.observation.recordings:
@@ -433,6 +441,7 @@ class _Decider:
                 recording.run(call)
             replays = [Replay(self.shadow, recording, roles, attributes, self.world_size, rank) for rank in ranks]
             for replay in replays:
+                replay.may_leave = leaving
                 try:
                     if merged is not None:
                         replay.know(merged)
@@ -443,7 +452,11 @@ class _Decider:
                 unlike = Unproven("ranks of different sizes would have gradients of different kinds")
                 raise _Blamed(unlike, range(count))
             merged = replays[0]
+            results += [] if call.method else [merged.cut_results]
+            if any(one.keys() != results[0].keys() for one in results):
+                raise _Blamed(Unproven("calls of the model return results that are cut otherwise"), leaving)
         assert merged is not None
+        merged.cut_results = results[0] if results else {}
         return merged
 
 

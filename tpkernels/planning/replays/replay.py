@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from tpkernels.nn.sliced_arguments import named_arguments, with_arguments
+from tpkernels.ops.checks import DTYPES
 from tpkernels.planning.replays.op_call import crossed, is_pointwise
 from tpkernels.planning.replays.roles import Role, unlike_ranks
 from tpkernels.planning.replays.rules import RULES, Call, pointwise
@@ -67,6 +68,9 @@ class Replay(WidthSteps):
         self.values.take(recording.values)
         self.heads: dict[int, int] = {}
         """The largest number of pieces, of heads, that a group's features were viewed as."""
+        self.may_leave: frozenset[int] = frozenset()
+        """Groups of whose parts the model may return some."""
+        self.cut_results: dict[tuple[int, int, int], Tensor] = {}
         self._open_groups: set[int] = set()
         self._open_pairs: set[int] = set()
         """Groups between whose layers the run is: of linear layers, and those that a convolution has begun."""
@@ -136,11 +140,14 @@ class Replay(WidthSteps):
         self._run(self.shadow.modules[scope.name], *self.shadow.copied((scope.args, scope.kwargs)))
 
     def run_model(self, call: Example) -> None:
-        """Run the whole model; nothing that is cut may be part of what it returns."""
+        """Run the whole model; nothing that is cut may be part of what it returns, but of groups that may leave."""
         self.begins = self.recording.begins
         out = self._run(call.run, (self.shadow.model,), {})
+        self.cut_results = {} if call.method else self._leaving(tree_leaves(out))
+        left = {id(tensor) for tensor in self.cut_results.values()}
         for tensor in tensors_in(out):
-            self._is_whole(tensor, "among the model's outputs")
+            if id(tensor) not in left:
+                self._is_whole(tensor, "among the model's outputs")
             if self.has_origin(tensor):
                 self._complete |= self.origin(tensor) or set()
         left = self.state_after()
@@ -153,6 +160,16 @@ class Replay(WidthSteps):
                     if isinstance(leaf, Tensor):
                         self._is_whole(leaf, f"kept by the model as {name}.{attribute}")
         self._check_gradients()
+
+    def _leaving(self, results: list[Any]) -> dict[tuple[int, int, int], Tensor]:
+        """Parts that a parallel model gathers: the number of each result, the dimension and its size in the whole."""
+        found = {}
+        for number, one in enumerate(results):
+            split, groups = self._splits.get(id(one)), self._groups.get(id(one), frozenset[int]())
+            plain = split is not None and split == Split(split.dim, split.segments[:1])
+            if plain and groups and groups <= self.may_leave and id(one) not in self._summed and one.dtype in DTYPES:
+                found[number, split.dim, split.segments[0]] = one
+        return found
 
     def _run(self, module: Any, args: Any, kwargs: Any) -> Any:
         try:

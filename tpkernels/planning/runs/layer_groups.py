@@ -18,6 +18,8 @@ from tpkernels.planning.runs.trace import Recording
 
 __all__ = ["SMALL_GROUP", "Component", "Group", "components", "find_groups"]
 
+_RESULT = "result "
+"""What the results of the model are called among the rows of a component: no module's name has a space."""
 SMALL_GROUP = 8
 """Layers; larger groups are residual streams, which nobody expects to be cut by features."""
 
@@ -38,6 +40,8 @@ class Group:
     """Tables that stay whole and give to what is cut; the gradients of their weights are summed."""
     scattered: tuple[str, ...] = ()
     """Rows that are columns as well: ranks scatter the sum, each of them takes its features of it."""
+    results: tuple[int, ...] = ()
+    """What the model returns of it, which is gathered: numbers of :attr:`Recording.returned`."""
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -68,6 +72,10 @@ class Component:
     """Rows before which random ops run."""
     sources: dict[str, set[str]]
     """Of each row: the columns that it takes."""
+    results: frozenset[int] = frozenset()
+    """What the model returns of it, with convolutions: numbers of :attr:`Recording.returned`,"""
+    asked: bool = False
+    """and whether an opaque module takes any of it, or random ops run before a result."""
 
 
 def find_groups(recording: Recording, *, convolutions: bool = False) -> list[Group]:
@@ -91,10 +99,12 @@ def find_groups(recording: Recording, *, convolutions: bool = False) -> list[Gro
         for found, ways in ((groups, first), (fed, less)):
             for way in ways:
                 apart = convolutions or way.columns & way.rows == way.scattered
-                closed = not way.columns & one.seen_outside and not way.rows & one.open
+                left_open = one.asked if one.results else bool(way.columns & one.seen_outside)
+                closed = not left_open and not way.rows & one.open
                 if way.columns and way.rows and apart and closed:
                     columns, rows, *others = (tuple(sorted(some, key=order.__getitem__)) for some in way)
-                    found.append(Group(columns, rows, bool(way.rows & one.noisy), *others))
+                    returned = tuple(sorted(one.results))
+                    found.append(Group(columns, rows, bool(way.rows & one.noisy), *others, results=returned))
 
     def place(group: Group) -> tuple[int, int]:
         return group.size, order[group.columns[0]]
@@ -110,14 +120,24 @@ def components(recording: Recording, *, convolutions: bool = False) -> list[Comp
     }
     sources = {layer: found for layer, (found, _, _) in walks.items()}
     outside, _, _ = _walk_back(recording, recording.outputs, convolutions)
-    return [
-        Component(
-            frozenset(columns), frozenset(rows), frozenset(columns & outside),
-            frozenset(row for row in rows if not walks[row][1]), frozenset(row for row in rows if walks[row][2]),
-            {row: sources[row] for row in rows},
+    asked, _, _ = _walk_back(recording, recording.asked, convolutions)
+    returned = [_walk_back(recording, [node], convolutions) for node, _ in recording.returned if convolutions]
+    ends = {f"{_RESULT}{number}": found for number, (found, _, _) in enumerate(returned)}
+    found = []
+    for columns, readers in _components(sources | ends):
+        rows, results = (
+            readers - ends.keys(),
+            frozenset(int(one.removeprefix(_RESULT)) for one in readers & ends.keys()),
         )
-        for columns, rows in _components(sources)
-    ]  # fmt: skip
+        found.append(
+            Component(
+                frozenset(columns), frozenset(rows), frozenset(columns & outside),
+                frozenset(row for row in rows if not walks[row][1]), frozenset(row for row in rows if walks[row][2]),
+                {row: sources[row] for row in rows},
+                results, bool(columns & asked) or any(returned[number][2] for number in results),
+            )
+        )  # fmt: skip
+    return found
 
 
 class _Way(NamedTuple):

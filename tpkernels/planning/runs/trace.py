@@ -107,6 +107,10 @@ class Recording(Session):
         self._originals_read: set[str] = set()
         self._originals_called: set[str] = set()
         self.outputs: list[int] = []
+        self.returned: list[tuple[int, int]] = []
+        """Of what a call of the model itself returns: the node of each tensor, and its bytes,"""
+        self.asked: list[int] = []
+        """and nodes that opaque modules take."""
         self.results: set[Source] = set()
         """Tensors among what the model returns."""
         self.layer_rows: dict[str, int] = {}
@@ -174,7 +178,9 @@ class Recording(Session):
             out = call.run(self.shadow.model)
         self.kept.append(out)
         self.results = {self.source(tensor) for tensor in tensors_in(out)}
-        self.outputs = [self._node_of[id(t)] for t in tensors_in(out) if id(t) in self._node_of] + self._to_opaque
+        returned = {id(t): (self._node_of[id(t)], t.nbytes) for t in tensors_in(out) if id(t) in self._node_of}
+        self.outputs = [node for node, _ in returned.values()] + self._to_opaque
+        self.returned, self.asked = [] if call.method else list(returned.values()), self._to_opaque
 
     def run_scope(self, scope: Scope, recording: Recording) -> Scope:
         """Run one module on the arguments that another recording saw; the scope of that call here."""
