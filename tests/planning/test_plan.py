@@ -82,6 +82,24 @@ def test_features_that_meet_those_of_other_ranks_are_not_cut_in_one_go(how: str)
     assert (plan["up"].style == Column()) is (plan["down"].style == Row()) is (how in ("integer", "none"))
 
 
+def test_code_that_reshapes_a_whole_tensor_in_place_leaves_the_layers_beside_it_cut() -> None:
+    """The masks of BigBird's sparse attention."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            mask = x.detach()[..., 0].sign()
+            mask.unsqueeze_(-1)
+            y: Tensor = mask * self.down(self.up(x).relu())
+            return y
+
+    plan = tpk.make_plan(Masked(), 2, example_inputs=torch.zeros(5, 6))
+    assert (plan["up"].style, plan["down"].style) == (Column(), Row())
+
+
 class PerHead(nn.Module):
     """A norm with weights for every head's features: whole parameters that work on parts."""
 

@@ -196,6 +196,8 @@ class Recording(Session):
 
     def op(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         self._note_readers(tensors)
+        # Before it runs: ``unsqueeze_`` changes the shape of what it is given.
+        whole, named = as_shapes(args), {key: as_shapes(value) for key, value in kwargs.items()}
         out = func(*args, **kwargs)
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         self._link(tensors, outputs, is_random(func, args))
@@ -205,7 +207,6 @@ class Recording(Session):
         if packet in TRANSPARENT:
             self.made[id(out)] = self.source(tensors[0])
             return out
-        whole, named = as_shapes(args), {key: as_shapes(value) for key, value in kwargs.items()}
         shapes, sources = [Shape(t.shape) for t in outputs], self.sources_of(packet, tensors)
         event = Event(packet, whole, named, shapes, sources=sources, constant=constant_of(func, tensors))
         for output in outputs if func._schema.is_mutable else ():
