@@ -22,6 +22,7 @@ FOLLOWED, STATE = "tests/planning/test_followed.py", "tests/planning/test_module
 PICKING = "planning/replays/picking_rules.py"
 STATISTICS = "tests/planning/test_part_statistics.py"
 JOINED = "tests/planning/test_joined_groups.py"
+GATHERED = "tests/planning/test_gathered_arguments.py"
 RESPONSE = "tests/planning/test_response_norm.py"
 APART = "tests/planning/test_heads_apart.py -m cpu"
 CROSSED = "tests/planning/test_crossed_heads.py -m cpu"
@@ -273,6 +274,19 @@ PLANNER = (
         "copy_to_group(all_reduce(own, mesh), mesh)",
         "all_reduce(own, mesh)",
         f"{STATISTICS} -k values",
+    ),
+    Edit("nn/gathered_arguments.py", "replicated_grad=True", "replicated_grad=False", f"{GATHERED} -k values_and"),
+    Edit(
+        "planning/proofs/search_gathered.py",
+        "None if group.gathered else super()._with_copies(",
+        "super()._with_copies(",
+        f"{GATHERED} -k could_not",
+    ),
+    Edit(
+        "planning/replays/gather_steps.py",
+        "split is None or split != role.split(x.dim() - 1)",
+        "False",
+        f"{GATHERED} -k could_not",
     ),
     Edit("nn/part_statistics.py", "variances + (means - joined).square()", "variances", f"{STATISTICS} -k values"),
     Edit(

@@ -33,6 +33,7 @@ from tpkernels.planning.proofs.decision import OWN_CODE, Decision, decide
 from tpkernels.planning.proofs.hypotheses import Attributes, Slice
 from tpkernels.planning.proofs.inner_blocks import find_inner_blocks
 from tpkernels.planning.proofs.pair_choices import numbers_by_channel, pair_choices, refuse_by_hand, seen_elsewhere
+from tpkernels.planning.proofs.search_gathered import gathered_arguments
 from tpkernels.planning.proofs.tied_groups import tied_layers
 from tpkernels.planning.proofs.weights_in_parts import shown_in_another_shape
 from tpkernels.planning.proofs.why_alone import Neighbours
@@ -205,11 +206,12 @@ class _Planner:
             example="" if self.observation is None else self.observation.told(self.model),
         )
         strategy = "rules" if self.observation is None else "auto"
-        statistics = self.decision.statistics
+        statistics, (gathered, sent) = self.decision.statistics, gathered_arguments(self.decision.proven, firsts)
         return replace(
             plan, by_weight=called_by_weight(seen, styles), strategy=strategy, statistics=statistics,
             statistic_bytes=bytes_of_statistics(firsts, statistics, self.world_size), draws_from=self._draws_from(),
             cut_results=self.decision.cut_results, result_bytes=self.decision.result_bytes,
+            gathered=gathered, gathered_bytes=sent * (self.world_size - 1) // self.world_size,
         )  # fmt: skip
 
     def _draws_from(self) -> tuple[str, ...]:

@@ -28,6 +28,7 @@ from tpkernels.nn.by_weight import call_by_weight
 from tpkernels.nn.convolution import cut_channels, own_code
 from tpkernels.nn.copied_heads import check_copies
 from tpkernels.nn.cut_experts import CutExperts, call_inner, caller_of
+from tpkernels.nn.gathered_arguments import gather_arguments
 from tpkernels.nn.host_generators import hosts_in_step
 from tpkernels.nn.multihead import ParallelMultiheadAttention, why_not_parallel
 from tpkernels.nn.paired_convolution import pair_channels
@@ -258,6 +259,8 @@ def parallelize(
             set_number(modules[name], attribute, values[tp.get_local_rank()])
         for name, cuts in plan.cut_arguments.items():
             slice_arguments(modules[name], cuts, tp)
+        for name, parts in plan.gathered_arguments.items():
+            gather_arguments(modules[name], parts, tp)
         call_by_weight(plan.by_weight, modules)
         take_over_parts(plan.statistics, modules, tp)
         for feeder in {id(modules[name]): modules[name] for name, style in styles.items()

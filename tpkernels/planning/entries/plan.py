@@ -31,7 +31,15 @@ NO_DATA_FLOW = "no data flow: "
 FORMAT, VERSION = "tpkernels.ShardingPlan", 8
 STRATEGIES = ("auto", "rules")
 _NEW_IN: dict[int, dict[str, Any]] = {
-    8: {"statistics": {}, "statistic_bytes": 0, "draws_from": [], "cut_results": [], "result_bytes": 0},
+    8: {
+        "statistics": {},
+        "statistic_bytes": 0,
+        "draws_from": [],
+        "cut_results": [],
+        "result_bytes": 0,
+        "gathered": {},
+        "gathered_bytes": 0,
+    },
     7: {"strategy": "auto"},
     6: {"by_weight": {}},
     5: {"arguments": {}},
@@ -141,6 +149,11 @@ class ShardingPlan:
     and the size of that in the whole."""
     result_bytes: int = 0
     """Sent by one rank for these."""
+    gathered: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Arguments of modules (``attention.memory.values``) that are gathered, as others take this rank's part: all
+    features, and the unit that ranks have multiples of."""
+    gathered_bytes: int = 0
+    """Sent by one rank for these in a forward and a backward pass over the example."""
     strategy: str = "auto"
     """By which :func:`make_plan` found it: "auto" or "rules"."""
 
@@ -177,7 +190,7 @@ class ShardingPlan:
     @property
     def wire_bytes(self) -> int:
         """Bytes that one rank sends in a forward and a backward pass over the example, on average over the ranks."""
-        beside = (self.residual_bytes or 0) + self.statistic_bytes + self.result_bytes
+        beside = (self.residual_bytes or 0) + self.statistic_bytes + self.result_bytes + self.gathered_bytes
         return beside + sum(entry.wire_bytes or 0 for entry in self.entries)
 
     @property
@@ -193,11 +206,12 @@ class ShardingPlan:
     @property
     def cut_arguments(self) -> dict[str, dict[str, tuple[int, int]]]:
         """``arguments`` by module and name."""
-        found: dict[str, dict[str, tuple[int, int]]] = {}
-        for key, cut in self.arguments.items():
-            module, _, name = key.rpartition(".")
-            found.setdefault(module, {})[name] = cut
-        return found
+        return _by_module(self.arguments)
+
+    @property
+    def gathered_arguments(self) -> dict[str, dict[str, tuple[int, int]]]:
+        """``gathered`` by module and name."""
+        return _by_module(self.gathered)
 
     def validate(self, model: nn.Module) -> None:
         """Check that this plan is for ``model``: the same modules with parameters of the same shapes.
@@ -224,6 +238,7 @@ class ShardingPlan:
                 wrong.append(f"the plan has nothing about {name!r} ({type(module).__name__})")
         others = (
             *self.cut_arguments,
+            *self.gathered_arguments,
             *self.whole_draws,
             *self.statistics,
             *(one for name, read in self.by_weight.items() for one in (name, *read)),
@@ -271,6 +286,14 @@ class ShardingPlan:
             raise ValueError(f"the plan's contents are not those of a plan: {error!r}") from None
 
 
+def _by_module(arguments: Mapping[str, tuple[int, int]]) -> dict[str, dict[str, tuple[int, int]]]:
+    found: dict[str, dict[str, tuple[int, int]]] = {}
+    for key, numbers in arguments.items():
+        module, _, name = key.rpartition(".")
+        found.setdefault(module, {})[name] = numbers
+    return found
+
+
 _LISTS = (
     "whole_draws",
     "idle_ties",
@@ -286,8 +309,8 @@ _LISTS = (
 def _plan_from(body: dict[str, Any]) -> ShardingPlan:
     _check_keys("plan", body, ShardingPlan)
     _check_kinds("plan", body, world_size=_is_count, sequence_parallel=_is_flag, sequence_random=_is_flag)
-    _check_kinds("plan", body, residual_bytes=_is_count_or_none, strategy=_is_strategy, statistic_bytes=_is_count)
-    _check_kinds("plan", body, result_bytes=_is_count)
+    _check_kinds("plan", body, residual_bytes=_is_count_or_none, strategy=_is_strategy)
+    _check_kinds("plan", body, statistic_bytes=_is_count, result_bytes=_is_count, gathered_bytes=_is_count)
     entries = []
     for item in body["entries"]:
         _check_keys("entry", item, Entry)
@@ -313,6 +336,11 @@ def _plan_from(body: dict[str, Any]) -> ShardingPlan:
         if len(cut) != 2 or not _is_count(cut[0]) or not _is_count(cut[1]) or cut[1] < body["world_size"]:
             raise ValueError(f"argument {key} must have a dimension and a number of heads, got {cut!r}")
         arguments[_text(key)] = tuple(cut)
+    gathered = {}
+    for key, cut in body["gathered"].items():
+        if len(cut) != 2 or not all(map(_is_count, cut)) or not 0 < cut[1] <= cut[0] or cut[0] % cut[1]:
+            raise ValueError(f"gathered argument {key} must have features and a unit that divides them, got {cut!r}")
+        gathered[_text(key)] = tuple(cut)
     lists = {key: _texts(body[key]) for key in _LISTS}
     random = tuple((_text(opener), _text(closer)) for opener, closer in body["random"])
     shared = tuple(_texts(names) for names in body["shared"])
@@ -329,7 +357,7 @@ def _plan_from(body: dict[str, Any]) -> ShardingPlan:
     found = {"entries": tuple(entries), "attributes": attributes, "random": random, "shared": shared, "fused": fused}
     by_weight = {_text(name): _texts(read) for name, read in body["by_weight"].items()}
     found |= {"arguments": arguments, "model": _text(body["model"]), "example": _text(body["example"])}
-    found |= {"by_weight": by_weight, "statistics": statistics}
+    found |= {"by_weight": by_weight, "statistics": statistics, "gathered": gathered}
     found["cut_results"] = tuple(_cut_result(cut, body["world_size"]) for cut in body["cut_results"])
     return ShardingPlan(**body | lists | found)
 

@@ -149,6 +149,8 @@ def _totals(plan: ShardingPlan) -> list[str]:
     ]
     lines += [f"attribute {line}" for line in _attributes(plan)]
     lines += [f"argument {line}" for line in _arguments(plan)]
+    if plan.gathered:
+        lines.append(f"gathered: {', '.join(_gathered(plan))}, which sends {_bytes(plan.gathered_bytes)}")
     lines += [f"called where {line}" for line in _by_weight(plan)]
     if plan.statistics:
         sent = _bytes(plan.statistic_bytes)
@@ -183,6 +185,14 @@ def _arguments(plan: ShardingPlan) -> list[str]:
     for key, (_, heads) in plan.arguments.items():
         found.setdefault((_pattern(key), heads), []).append(key)
     return [f"{_name(pattern, keys)}: this rank's of {heads} heads" for (pattern, heads), keys in found.items()]
+
+
+def _gathered(plan: ShardingPlan) -> list[str]:
+    """As for attributes."""
+    found: dict[tuple[str, int], list[str]] = {}
+    for key, (features, _) in plan.gathered.items():
+        found.setdefault((_pattern(key), features), []).append(key)
+    return [f"all {features} features for {_name(pattern, keys)}" for (pattern, features), keys in found.items()]
 
 
 def _by_weight(plan: ShardingPlan) -> list[str]:

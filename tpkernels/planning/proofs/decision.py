@@ -26,6 +26,7 @@ from tpkernels.planning.proofs.pair_proofs import roles_of
 from tpkernels.planning.proofs.random_draws import may_drop, random_pairs
 from tpkernels.planning.proofs.replay_checks import drawn_for_whole, half_partial
 from tpkernels.planning.proofs.search_again import SearchAgain
+from tpkernels.planning.proofs.search_gathered import prove_gathered
 from tpkernels.planning.proofs.tied_groups import Ties, shared_by_groups, unlike_twins
 from tpkernels.planning.replays.replay import Replay, Role, unlike_ranks
 from tpkernels.planning.replays.roles import both_roles
@@ -109,7 +110,7 @@ def decide(
     for ranks in dict.fromkeys((divisor(world_size), world_size)):
         decider = _Decider(observation, observation.shadow, observation.recording, ranks, excluded, forced)
         decider.whole_inputs, decider.says_all, decider.pairs = not feeders, says_all, pairs and not degrees()
-        decider.ties = ties
+        decider.ties, decider.gathers = ties, feeders and says_all and not degrees()
         widest = decider.run(widest)
     assert widest is not None
     return widest
@@ -134,6 +135,8 @@ class _Decider:
         """Groups between whose layers random numbers are drawn for parts."""
         self.decision = Decision()
         self.whole_inputs, self.says_all, self.pairs = False, True, False
+        self.gathers = False
+        """Whether modules may take all of what a column gives."""
         self.ties: Ties = {}
         self._widest: Mapping[Group, Proof] | None = None
 
@@ -151,6 +154,8 @@ class _Decider:
             self.shadow.set_mode(mode)
             waiting = self._prove_alone(recording)
             self._prove_together(waiting)
+            if self.gathers:
+                self._prove_gathered()
         self.shadow.set_mode(self.observation.mode)
         self._prove_whole()
         if self.pairs:
@@ -235,6 +240,13 @@ class _Decider:
             return
         del self.decision.proven[others[0]]
         self.decision.proven[joined], self.scopes[joined] = proof, scope
+
+    def _prove_gathered(self) -> None:
+        """Prove groups of the layers that are left, one of which gives to a module besides that takes all of that."""
+        used = {name for group, proof in self.decision.proven.items() for name in (*group.layers, *proof.feeders)}
+        found = prove_gathered(self.search, used, {*self.excluded, *self.ties}, self._contradicts)
+        self.scopes |= {group: self.search.scope_of(group).name for group in found}
+        self.decision.proven |= found
 
     def _bars(self, name: str, group: Group) -> bool:
         return name in self.excluded and not (name in group.tables and self.excluded[name] == OWN_CODE)

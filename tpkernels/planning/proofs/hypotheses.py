@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import chain, combinations, pairwise, product, takewhile
 from types import CodeType, FunctionType, MappingProxyType
@@ -173,6 +173,7 @@ class Hypotheses:
         behind: int = 0,
         arguments: Mapping[tuple[str, str], tuple[int, int]] = MappingProxyType({}),
     ) -> dict[str, Role]:
+        """What layers, parameters and arguments are to a group that is cut so."""
         found = {
             name: Role("column", segments[name], number, pieces, copied=copied, behind=behind) for name in group.columns
         }
@@ -189,6 +190,8 @@ class Hypotheses:
         }
         for (module, name), (dim, heads) in arguments.items():
             found[f"{module}:{name}"] = Role("argument", (heads,), number, pieces, dim)
+        for module, name, layer in group.gathered:
+            found[f"{module}:{name}"] = replace(found[layer], kind="gathered")
         return found
 
     def layouts(self, group: Group, scope: Scope) -> Iterator[tuple[dict[str, tuple[int, ...]], bool]]:

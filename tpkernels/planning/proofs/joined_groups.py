@@ -20,7 +20,8 @@ def join(first: Group, one: Proof, second: Group, other: Proof) -> tuple[Group, 
     group = Group(
         _both(first.columns, second.columns), _both(first.rows, second.rows), first.random or second.random,
         _both(first.feeders, second.feeders), _both(first.summed, second.summed), _both(first.tables, second.tables),
-        _both(first.scattered, second.scattered),
+        _both(first.scattered, second.scattered), _both(first.results, second.results),
+        _both(first.gathered, second.gathered),
     )  # fmt: skip
     proof = replace(
         one,
@@ -35,5 +36,5 @@ def join(first: Group, one: Proof, second: Group, other: Proof) -> tuple[Group, 
     return group, proof
 
 
-def _both(some: tuple[str, ...], others: tuple[str, ...]) -> tuple[str, ...]:
+def _both[T](some: tuple[T, ...], others: tuple[T, ...]) -> tuple[T, ...]:
     return tuple(dict.fromkeys((*some, *others)))

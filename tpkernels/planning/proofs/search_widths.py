@@ -16,7 +16,8 @@ from torch import Tensor
 from tpkernels.nn.sliced_arguments import named_arguments
 from tpkernels.planning.modules.numbers import width_name
 from tpkernels.planning.proofs.hypotheses import Attributes, Proof, Whole, names_read
-from tpkernels.planning.proofs.search import MAX_LAYERS, Search
+from tpkernels.planning.proofs.search import MAX_LAYERS
+from tpkernels.planning.proofs.search_gathered import SearchGathered
 from tpkernels.planning.runs.layer_groups import Group
 from tpkernels.planning.runs.session import Scope
 from tpkernels.planning.runs.shadow import Shadow
@@ -31,7 +32,7 @@ _SIZES = {"shape", "size"}
 _AGAIN = "checkpoint"
 
 
-class SearchWidths(Search):
+class SearchWidths(SearchGathered):
     """Proofs in which modules are shown this rank's width of what they are called with, where there is no other."""
 
     def __init__(self, shadow: Shadow, recording: Recording, world_size: int) -> None:

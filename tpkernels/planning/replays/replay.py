@@ -25,10 +25,10 @@ from torch.utils._pytree import tree_leaves
 
 from tpkernels.nn.sliced_arguments import named_arguments, with_arguments
 from tpkernels.ops.checks import DTYPES
+from tpkernels.planning.replays.gather_steps import GatherSteps
 from tpkernels.planning.replays.op_call import crossed, is_pointwise
 from tpkernels.planning.replays.roles import Role, unlike_ranks
 from tpkernels.planning.replays.rules import RULES, Call, pointwise
-from tpkernels.planning.replays.width_steps import WidthSteps
 from tpkernels.planning.runs.events import TRANSPARENT, Event, Shape, as_shapes, canonical, constant_of, is_random
 from tpkernels.planning.runs.op_arguments import numbers_in, same_scalars, shapes_in, without_sizes
 from tpkernels.planning.runs.session import Scope
@@ -43,7 +43,7 @@ aten = torch.ops.aten
 _CONSTANT = {aten.zeros, aten.ones, aten.full, aten.new_zeros, aten.new_ones, aten.new_full, aten.empty, aten.new_empty}
 
 
-class Replay(WidthSteps):
+class Replay(GatherSteps):
     """The run of ``rank`` next to ``recording``; ``attributes`` have a value for each rank.
 
     After a run: ``partial`` names parameters whose gradient each rank has a part of, ``units`` the features of each
@@ -104,12 +104,13 @@ class Replay(WidthSteps):
         self._mark(part, split, frozenset([role.group]))
 
     def given(self, name: str, args: Any, kwargs: Any) -> Any:
-        """The call with this rank's part of the arguments that are cut, and with this rank's width of others."""
-        if name not in self._arguments and name not in self._widths:
+        """The call with this rank's part of the arguments that are cut, with all of those that are gathered, and with
+        this rank's width of others."""
+        if not any(name in some for some in (self._arguments, self._gathered, self._widths)):
             return None
         module = self.shadow.modules[name]
         taken = named_arguments(module, args, kwargs)
-        values = self.shown_to(name, taken)
+        values = self.shown_to(name, taken) | self.gathered_for(name, taken)
         for argument, role in self._arguments.get(name, {}).items():
             whole = taken.get(argument)
             if whole is None:

@@ -21,6 +21,7 @@ class Role:
     weight.  A "row" that is ``summed`` gives to parts what it has summed, and sums the gradient of that as well.
     A "slice" is a parameter of some other module, by its name, of which each rank has its part of dimension ``dim``.
     An "argument" (``module:name``) is one of a call of a module that takes its part of each run of so many heads.
+    So has one that is "gathered", whose module takes all of what a column gives.
     A "table" is whole, and its rows meet parts.
     ``group`` is blamed where the cut cannot be proven; ``pieces`` as for :class:`Split`.
     """

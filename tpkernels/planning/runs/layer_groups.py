@@ -16,8 +16,10 @@ from tpkernels.planning.modules.layers import Layer
 from tpkernels.planning.runs.session import Node
 from tpkernels.planning.runs.trace import Recording
 
-__all__ = ["SMALL_GROUP", "Component", "Group", "components", "find_groups"]
+__all__ = ["SMALL_GROUP", "Component", "Edges", "Group", "components", "find_groups"]
 
+Edges = Set[tuple[int, int]]
+"""Nodes of a recording's graph, each with one of its inputs."""
 _RESULT = "result "
 """What the results of the model are called among the rows of a component: no module's name has a space."""
 SMALL_GROUP = 8
@@ -42,6 +44,8 @@ class Group:
     """Rows that are columns as well: ranks scatter the sum, each of them takes its features of it."""
     results: tuple[int, ...] = ()
     """What the model returns of it, which is gathered: numbers of :attr:`Recording.returned`."""
+    gathered: tuple[tuple[str, str, str], ...] = ()
+    """Modules that take all of what a column gives: the module, its argument, and the column."""
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -78,11 +82,11 @@ class Component:
     """and whether an opaque module takes any of it, or random ops run before a result."""
 
 
-def find_groups(recording: Recording, *, convolutions: bool = False) -> list[Group]:
+def find_groups(recording: Recording, *, convolutions: bool = False, without: Edges = frozenset()) -> list[Group]:
     """All groups that could be cut, smallest first, and by order of calls; behind them those of which less is cut.
 
     ``convolutions``: those over all channels count as layers, and may be columns and rows of one group; groups without
-    one do not count.
+    one do not count.  ``without``: edges of the graph that give whole tensors, whatever is cut.
     """
     order = {event.layer: index for index, event in reversed(list(enumerate(recording.events))) if event.layer}
     if convolutions:
@@ -91,7 +95,7 @@ def find_groups(recording: Recording, *, convolutions: bool = False) -> list[Gro
     tables = {name for name, layer in layers.items() if layer.kind == "embedding"}
     groups: list[Group] = []
     fed: list[Group] = []
-    for one in components(recording, convolutions=convolutions):
+    for one in components(recording, convolutions=convolutions, without=without):
         first = _channel_ways(one, recording.convolution_inputs.keys()) if convolutions else _ways(one)
         less = () if convolutions else (
             *_fed_ways(one, tables), *_ways_beside(one, tables, layers), *_scattered_ways(one, layers)
@@ -103,8 +107,13 @@ def find_groups(recording: Recording, *, convolutions: bool = False) -> list[Gro
                 closed = not left_open and not way.rows & one.open
                 if way.columns and way.rows and apart and closed:
                     columns, rows, *others = (tuple(sorted(some, key=order.__getitem__)) for some in way)
-                    returned = tuple(sorted(one.results))
-                    found.append(Group(columns, rows, bool(way.rows & one.noisy), *others, results=returned))
+                    feeders, summed, given, scattered = others
+                    found.append(
+                        Group(
+                            columns, rows, bool(way.rows & one.noisy), feeders, summed, given, scattered,
+                            tuple(sorted(one.results)),
+                        )
+                    )  # fmt: skip
 
     def place(group: Group) -> tuple[int, int]:
         return group.size, order[group.columns[0]]
@@ -112,16 +121,17 @@ def find_groups(recording: Recording, *, convolutions: bool = False) -> list[Gro
     return sorted(groups, key=place) + sorted(fed, key=place)
 
 
-def components(recording: Recording, *, convolutions: bool = False) -> list[Component]:
-    """All layers that take something from others, with these; ``convolutions``: those over all channels as well."""
+def components(recording: Recording, *, convolutions: bool = False, without: Edges = frozenset()) -> list[Component]:
+    """All layers that take something from others, with these; ``convolutions`` and ``without`` as above."""
+    taken = recording.layer_inputs | (recording.convolution_inputs if convolutions else {})
     walks = {
-        layer: _walk_back(recording, inputs, convolutions)
-        for layer, inputs in (recording.layer_inputs | (recording.convolution_inputs if convolutions else {})).items()
+        layer: _walk_back(recording, inputs, convolutions, without)
+        for layer, inputs in (taken | _left_of(recording, without)).items()
     }
     sources = {layer: found for layer, (found, _, _) in walks.items()}
-    outside, _, _ = _walk_back(recording, recording.outputs, convolutions)
-    asked, _, _ = _walk_back(recording, recording.asked, convolutions)
-    returned = [_walk_back(recording, [node], convolutions) for node, _ in recording.returned if convolutions]
+    outside, _, _ = _walk_back(recording, recording.outputs, convolutions, without)
+    asked, _, _ = _walk_back(recording, recording.asked, convolutions, without)
+    returned = [_walk_back(recording, [node], convolutions, without) for node, _ in recording.returned if convolutions]
     ends = {f"{_RESULT}{number}": found for number, (found, _, _) in enumerate(returned)}
     found = []
     for columns, readers in _components(sources | ends):
@@ -223,7 +233,19 @@ def _blocks_without(one: Component, given: Set[str]) -> int:
     return len(rest) if whole else 0
 
 
-def _walk_back(recording: Recording, start: list[int], convolutions: bool) -> tuple[set[str], bool, bool]:
+def _left_of(recording: Recording, without: Edges) -> dict[str, list[int]]:
+    """What the layers that have such an edge take by others."""
+    cut = {layer for number, _ in without if (layer := recording.nodes[number].layer) is not None}
+    left: dict[str, list[int]] = {layer: [] for layer in cut}
+    for number, node in enumerate(recording.nodes) if cut else ():
+        if node.layer in cut:
+            left[node.layer] += [index for index in node.inputs if (number, index) not in without]
+    return left
+
+
+def _walk_back(
+    recording: Recording, start: list[int], convolutions: bool, without: Edges
+) -> tuple[set[str], bool, bool]:
     """Layers whose outputs reach nodes ``start``; whether nothing else does that may want a gradient, an input of the
     model or the result of an opaque module; whether random ops are between.
 
@@ -231,23 +253,26 @@ def _walk_back(recording: Recording, start: list[int], convolutions: bool) -> tu
     way does not count: a mask that is made of the shape of the embeddings gives no features to the layers behind it.
     A part that is compared stays a part, so that the replay still sees it where it matters.
     """
-    found = list(_nodes_behind(recording, start, convolutions, severed=False))
+    found = list(_nodes_behind(recording, start, convolutions, without, severed=False))
     layers = {layer for node in found if (layer := _layer_of(node, convolutions)) is not None}
     closed = not any(node.is_input or node.opaque for node in found if _layer_of(node, convolutions) is None)
-    random = any(node.random for node in _nodes_behind(recording, start, convolutions, severed=True))
+    random = any(node.random for node in _nodes_behind(recording, start, convolutions, without, severed=True))
     return layers, closed, random
 
 
-def _nodes_behind(recording: Recording, start: list[int], convolutions: bool, *, severed: bool) -> Iterator[Node]:
+def _nodes_behind(
+    recording: Recording, start: list[int], convolutions: bool, without: Edges, *, severed: bool
+) -> Iterator[Node]:
     """Nodes that reach ``start``, up to the next layers; ``severed``: also by way of whole numbers and conditions."""
     seen, todo = set(start), list(start)
     while todo:
-        node = recording.nodes[todo.pop()]
+        number = todo.pop()
+        node = recording.nodes[number]
         if node.severed and not severed:
             continue
         yield node
         if _layer_of(node, convolutions) is None:
-            fresh = [index for index in node.inputs if index not in seen]
+            fresh = [index for index in node.inputs if index not in seen and (number, index) not in without]
             seen.update(fresh)
             todo += fresh
 

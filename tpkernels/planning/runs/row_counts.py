@@ -10,7 +10,7 @@ those of the queries for its output, those of every distinct input for the sum o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from tpkernels.nn.convolution import own_code
+from tpkernels.nn.sliced_arguments import named_arguments
 from tpkernels.planning.runs.events import Event
 from tpkernels.planning.runs.session import Scope
 from tpkernels.planning.runs.trace import Recording
 
-__all__ = ["Elements", "bytes_of_statistics", "count_rows", "elements_in", "untrained_in"]
+__all__ = ["Elements", "bytes_given", "bytes_of_statistics", "count_rows", "elements_in", "untrained_in"]
 
 
 class Elements(NamedTuple):
@@ -90,6 +91,22 @@ def bytes_of_statistics(
                 item = 8 if (call.statistic.dtype or x.dtype) == torch.float64 else 4
                 sent = 2 * numbers * item * _rows(x) * (world_size - 1) // world_size
                 one[call.module] = one.get(call.module, 0) + sent
+        found |= one
+    return sum(found.values())
+
+
+def bytes_given(recordings: Sequence[Recording], arguments: Container[str]) -> int:
+    """Of arguments of modules, by module and name, over all calls; of several examples the first that calls a module
+    counts."""
+    found: dict[str, int] = {}
+    for recording in reversed(recordings):
+        one: dict[str, int] = {}
+        for scope in recording.scopes:
+            given = named_arguments(recording.shadow.modules[scope.name], scope.args, scope.kwargs)
+            for name, x in given.items():
+                key = f"{scope.name}.{name}" if scope.name else name
+                if key in arguments and isinstance(x, Tensor):
+                    one[key] = one.get(key, 0) + x.numel() * x.element_size()
         found |= one
     return sum(found.values())
 

@@ -86,6 +86,8 @@ class Scope:
     """Whether somebody wants the gradient of a tensor among its arguments."""
     host: HostStates | None = None
     """The states of Python's and NumPy's generators, if those are not the ones that the run began with."""
+    nodes: tuple[int, int] = (0, 0)
+    """The range of the graph's nodes that the call made."""
     changes: int = 0
     decided: int = 0
     """How many attributes of modules the run had changed before, and conditions it had answered by its turns."""

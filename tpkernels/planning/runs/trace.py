@@ -410,9 +410,8 @@ class Recording(Session):
         args, kwargs = self.shadow.copied((args, kwargs))
         decided = self.decided_before + len(self.decisions)
         host = None if (now := host_states()) == self.host_began else now
-        scope = Scope(
-            name, args, kwargs, len(self.events), trained=trained, host=host, changes=len(self.changes), decided=decided
-        )
+        nodes, changes = (len(self.nodes), 0), len(self.changes)
+        scope = Scope(name, args, kwargs, len(self.events), -1, trained, host, nodes, changes=changes, decided=decided)
         self._open.append(scope)
         self.kept.append((args, kwargs))
 
@@ -420,7 +419,7 @@ class Recording(Session):
         while self._open:
             scope = self._open.pop()
             if scope.name == name:
-                scope.stop = len(self.events)
+                scope.stop, scope.nodes = len(self.events), (scope.nodes[0], len(self.nodes))
                 self.scopes.append(scope)
                 return
 
@@ -431,6 +430,9 @@ class Recording(Session):
     def captured(self) -> list[str]:
         """Parameters of the model itself that code used which keeps them outside of their modules."""
         return sorted(name for name in self._originals_read if name.rpartition(".")[0] not in self._originals_called)
+
+    def node_of(self, tensor: Tensor) -> int | None:
+        return self._node_of.get(id(tensor))
 
     def is_input(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is one that the model was called with."""

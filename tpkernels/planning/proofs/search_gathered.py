@@ -1,0 +1,81 @@
+"""Proofs of groups whose columns give to modules besides, which take all of that (``Group.gathered``).
+
+It owns what such a group has of its own: the roles of the arguments that are gathered, the module around all of it, and
+which layouts are not tried.  Key-value heads are not copied there: what is gathered would be more than the model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any
+
+from tpkernels.planning.proofs.hypotheses import Proof
+from tpkernels.planning.proofs.search import Search
+from tpkernels.planning.runs.gathered_groups import find_gathered_groups
+from tpkernels.planning.runs.layer_groups import Group
+from tpkernels.planning.runs.row_counts import bytes_given
+from tpkernels.planning.runs.session import Scope
+from tpkernels.planning.runs.trace import Recording
+from tpkernels.planning.splits import Unproven
+
+__all__ = ["SearchGathered", "gathered_arguments", "prove_gathered"]
+
+
+class SearchGathered(Search):
+    """Proofs for the groups of one recording at one number of ranks."""
+
+    def _around(self, group: Group, others: Sequence[str]) -> list[str]:
+        around = [module.rpartition(".")[0] for module, _, _ in group.gathered]
+        return super()._around(group, [*others, *around])
+
+    def signature(self, group: Group, scope: Scope) -> tuple[Any, ...]:
+        cut = len(scope.name) + 1 if scope.name else 0
+        gathered = tuple((module[cut:], argument) for module, argument, _ in group.gathered)
+        return (*super().signature(group, scope), gathered)
+
+    def _with_copies(self, group: Group, scope: Scope, heads: int, total: int) -> Proof | None:
+        return None if group.gathered else super()._with_copies(group, scope, heads, total)
+
+    def _shared(self, group: Group, scope: Scope) -> Proof | None:
+        return None if group.gathered else super()._shared(group, scope)
+
+
+def prove_gathered(
+    search: SearchGathered, used: Container[str], barred: Container[str], contradicts: Callable[[Group], bool]
+) -> dict[Group, Proof]:
+    """Groups of layers that are neither ``used`` nor ``barred``, and proven within the modules around them.
+
+    What cannot be proven is gathered layer by layer, for the reason that it is without a module that takes all.
+    """
+    found: dict[Group, Proof] = {}
+    known: dict[Any, tuple[Group, Scope, Proof] | None] = {}
+    taken = set[str]()
+    for group in find_gathered_groups(search.recording):
+        free = not any(name in taken or name in used or name in barred for name in group.layers)
+        if not free or contradicts(group) or not search.is_called(group):
+            continue
+        scope = search.scope_of(group)
+        key = search.signature(group, scope)
+        if key not in known:
+            try:
+                known[key] = group, scope, search.prove(group)
+            except Unproven:
+                known[key] = None
+        if (one := known[key]) is not None and not one[2].feeders:
+            first, old, proof = one
+            found[group] = proof.moved((first, old.name), (group, scope.name))
+            taken |= {*group.layers}
+    return found
+
+
+def gathered_arguments(
+    proven: Mapping[Group, Proof], recordings: Sequence[Recording]
+) -> tuple[dict[str, tuple[int, int]], int]:
+    """What a plan says of them: by module and name, all features, and the unit that ranks have multiples of; and how
+    many bytes all of them have in these recordings."""
+    found = {}
+    for group, proof in proven.items():
+        for module, argument, layer in group.gathered:
+            (features,) = proof.segments[layer]
+            found[f"{module}.{argument}" if module else argument] = features, proof.unit(features)
+    return found, bytes_given(recordings, found)
