@@ -9,15 +9,16 @@ __all__ = ["CONVOLUTIONS"]
 PAIRS = "tests/planning/test_convolution_pairs.py"
 CUT, VALUES = f"{PAIRS} -k gives_its_channels", f"{PAIRS} -k values"
 WHOLE = f"{PAIRS} -k only_looks"
-SCATTERS, GATHERS = f"{PAIRS} -k scatters", f"{PAIRS} -k more_than_it_takes"
-ENDS, COMPILED = f"{PAIRS} -k stream_may_end", f"{PAIRS} -k compiled_code"
+STREAMS = "tests/planning/test_channel_streams.py"
+SCATTERS, GATHERS = f"{STREAMS} -k scatters", f"{STREAMS} -k more_than_it_takes"
+ENDS, COMPILED = f"{STREAMS} -k stream_may_end", f"{STREAMS} -k compiled_code"
 MERGED = "tests/integrations/transformers/test_peft.py -k on_convolutions_merge"
 
 DROPS, SAYS = f"{PAIRS} -k dropout_between", f"{PAIRS} -k says_why"
 
 CONVOLUTIONS = (
     Edit("planning/runs/layer_groups.py", "any(returned[number][2] for number in results)", "False", ENDS),
-    Edit("planning/proofs/convolution_pairs.py", " + self.sent_for_results(group)", "", CUT),
+    Edit("planning/proofs/convolution_pairs.py", " + self.sent_for_results(group)", " + 0", CUT),
     Edit("sharding/outputs.py", "return _gathered(output, self._cut, self._mesh)", "return output", COMPILED),
     Edit("planning/proofs/channel_bytes.py", "gathers=True) < self", "gathers=True) > self", GATHERS),
     Edit("planning/runs/row_counts.py", "before.taken + takes", "before.taken", SCATTERS),

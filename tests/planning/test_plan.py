@@ -330,6 +330,7 @@ def test_plans_of_earlier_versions_are_read() -> None:
         (lambda body: body.update(arguments={"0.x": [0, 1]}), "a dimension and a number of heads"),
         (lambda body: body.update(arguments={"0.x": 3}), "not those of a plan"),
         (lambda body: body.update(statistics={"0": [14, [14]]}), "values for 1 ranks"),
+        (lambda body: body.update(cut_results=[[0, 1]]), "a result that is cut has a number"),
         (lambda body: body.update(statistics={"0": [14, [14, 0]]}), "those of its ranks"),
     ],
 )

@@ -25,6 +25,7 @@ from tpkernels.planning.entries.plan import Entry, ParameterCut, ShardingPlan
 from tpkernels.planning.modules.layers import Layer, kind_of, layer_of
 from tpkernels.planning.modules.numbers import number_of
 from tpkernels.planning.replays.sequence_flow import Stream
+from tpkernels.planning.runs.row_counts import Elements
 from tpkernels.planning.splits import held
 from tpkernels.planning.styles import (
     Channels,
@@ -64,7 +65,7 @@ def make_entries(
     whole_draws: tuple[str, ...],
     rows: Mapping[str, int | None] | None,
     slots: Mapping[str, int],
-    elements: Mapping[str, tuple[int, int]],
+    elements: Mapping[str, Elements],
     untrained: frozenset[str],
     shared: tuple[tuple[str, ...], ...],
     norms: FusedNorms,

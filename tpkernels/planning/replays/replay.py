@@ -145,9 +145,9 @@ class Replay(GatherSteps):
         self.begins = self.recording.begins
         out = self._run(call.run, (self.shadow.model,), {})
         self.cut_results = {} if call.method else self._leaving(tree_leaves(out))
-        left = {id(tensor) for tensor in self.cut_results.values()}
+        gathered = {id(tensor) for tensor in self.cut_results.values()}
         for tensor in tensors_in(out):
-            if id(tensor) not in left:
+            if id(tensor) not in gathered:
                 self._is_whole(tensor, "among the model's outputs")
             if self.has_origin(tensor):
                 self._complete |= self.origin(tensor) or set()
@@ -167,8 +167,9 @@ class Replay(GatherSteps):
         found = {}
         for number, one in enumerate(results):
             split, groups = self._splits.get(id(one)), self._groups.get(id(one), frozenset[int]())
-            plain = split is not None and split == Split(split.dim, split.segments[:1])
-            if plain and groups and groups <= self.may_leave and id(one) not in self._summed and one.dtype in DTYPES:
+            if split is None or split != Split(split.dim, split.segments[:1]) or one.dtype not in DTYPES:
+                continue
+            if groups and groups <= self.may_leave and id(one) not in self._summed:
                 found[number, split.dim, split.segments[0]] = one
         return found
 

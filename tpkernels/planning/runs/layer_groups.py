@@ -130,7 +130,7 @@ def components(recording: Recording, *, convolutions: bool = False, without: Edg
     }
     sources = {layer: found for layer, (found, _, _) in walks.items()}
     outside, _, _ = _walk_back(recording, recording.outputs, convolutions, without)
-    asked, _, _ = _walk_back(recording, recording.asked, convolutions, without)
+    asked, _, _ = _walk_back(recording, recording.into_opaque, convolutions, without)
     returned = [_walk_back(recording, [node], convolutions, without) for node, _ in recording.returned if convolutions]
     ends = {f"{_RESULT}{number}": found for number, (found, _, _) in enumerate(returned)}
     found = []

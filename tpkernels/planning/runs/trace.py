@@ -109,7 +109,7 @@ class Recording(Session):
         self.outputs: list[int] = []
         self.returned: list[tuple[int, int]] = []
         """Of what a call of the model itself returns: the node of each tensor, and its bytes,"""
-        self.asked: list[int] = []
+        self.into_opaque: list[int] = []
         """and nodes that opaque modules take."""
         self.results: set[Source] = set()
         """Tensors among what the model returns."""
@@ -180,7 +180,7 @@ class Recording(Session):
         self.results = {self.source(tensor) for tensor in tensors_in(out)}
         returned = {id(t): (self._node_of[id(t)], t.nbytes) for t in tensors_in(out) if id(t) in self._node_of}
         self.outputs = [node for node, _ in returned.values()] + self._to_opaque
-        self.returned, self.asked = [] if call.method else list(returned.values()), self._to_opaque
+        self.returned, self.into_opaque = [] if call.method else list(returned.values()), self._to_opaque
 
     def run_scope(self, scope: Scope, recording: Recording) -> Scope:
         """Run one module on the arguments that another recording saw; the scope of that call here."""
