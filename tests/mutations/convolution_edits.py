@@ -70,7 +70,7 @@ CONVOLUTIONS = (
     Edit(
         "planning/proofs/convolution_pairs.py", "takes=n in takes or n in group.rows", "takes=n in group.rows", SCATTERS
     ),
-    Edit("planning/proofs/pair_proofs.py", "replace(column, taken=row)", "column", CUT),
+    Edit("planning/replays/roles.py", "replace(column, taken=row)", "column", CUT),
     Edit("planning/entries/convolution_entries.py", "1 + wanted", "2", SCATTERS),
     Edit("nn/paired_convolution.py", "0 if outputs else None", "None if outputs else None", SCATTERS),
     Edit(

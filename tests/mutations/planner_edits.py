@@ -101,9 +101,6 @@ PLANNER = (
     Edit("planning/proofs/hypotheses.py", "if name in group.scattered:", "if False:", f"{SCATTERED} -k not_scattered"),
     Edit("planning/proofs/random_draws.py", "if name not in group.scattered", "if True", f"{SCATTERED} -k dropout"),
     Edit(
-        "planning/proofs/tied_groups.py", "*group.scattered, *proof.feeders", "*proof.feeders", f"{SCATTERED} -k share"
-    ),
-    Edit(
         "nn/row.py",
         "shard_sizes=self.scattered_sizes,",
         "shard_sizes=None,",

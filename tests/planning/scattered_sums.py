@@ -99,4 +99,9 @@ class _Block(nn.Module):
 def made(how: str) -> Any:
     """By name; "7 heads" is a number of them."""
     heads = int(how[0]) if how[:1].isdigit() else 6
-    return Stack() if how == "stack" else Gated(how.partition("heads ")[2] if how[:1].isdigit() else how, heads)
+    if how in ("stack", "tied"):
+        stack: Any = Stack()
+        if how == "tied":  # each of both layers takes and gives parts
+            stack.layers[1].attention.gate.weight = stack.layers[0].attention.gate.weight
+        return stack
+    return Gated(how.partition("heads ")[2] if how[:1].isdigit() else how, heads)

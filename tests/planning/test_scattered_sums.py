@@ -86,16 +86,6 @@ def test_what_only_a_proof_can_say_is_refused_by_hand() -> None:
 
 
 @pytest.mark.cpu
-def test_layers_that_share_their_weight_do_not_scatter() -> None:
-    model = made("stack")
-    model.layers[1].attention.gate.weight = model.layers[0].attention.gate.weight
-    plan = tpk.make_plan(model, 2, example_inputs=X)
-    for block in ("layers.0", "layers.1"):
-        assert plan[f"{block}.attention.gate"].style == Row(split_input=True)
-        assert plan[f"{block}.attention.out"].style == Row(split_input=True)
-
-
-@pytest.mark.cpu
 def test_dropout_between_is_one_region_with_numbers_of_each_rank() -> None:
     plan = tpk.make_plan(Gated(p=0.5), 2, example_inputs=X)
     assert plan.random == (("query", "out"),)
@@ -103,13 +93,15 @@ def test_dropout_between_is_one_region_with_numbers_of_each_rank() -> None:
 
 def by_value(how: str) -> list[str]:
     torch.manual_seed(0)
-    return problems(how, made(how), torch.randn(2, 5, WIDTH).double(), "out")
+    return problems(
+        how, made(how), torch.randn(2, 5, WIDTH).double(), "layers.0.attention.out" if how == "tied" else "out"
+    )
 
 
 def all_by_value() -> list[str]:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UnprovenCallWarning)  # the first call is followed, with rules for these layouts
-        return [problem for how in CUT for problem in by_value(how)]
+        return [problem for how in (*CUT, "tied") for problem in by_value(how)]
 
 
 @pytest.mark.gloo

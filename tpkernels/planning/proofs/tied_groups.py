@@ -90,7 +90,7 @@ def _names(group: Group, proof: Proof) -> tuple[str, ...]:
 
 def _role(name: str, group: Group, proof: Proof) -> type[Style] | None:
     """None for what a tied layer cannot be."""
-    if proof.pieces or name in proof.copies or name in (*group.given, *group.scattered, *proof.feeders):
+    if proof.pieces or name in proof.copies or name in (*group.given, *proof.feeders):
         return None
     if name in group.rows:
         return Row
