@@ -201,9 +201,9 @@ def _fed_ways(one: Component, tables: Set[str]) -> Iterator[_Way]:
 def _scattered_ways(one: Component, layers: Mapping[str, Layer]) -> Iterator[_Way]:
     """A component of few layers whose inner ones take parts and give them: of the values of all heads Doge makes
     numbers for each head, which its scores take."""
-    inner = one.columns & one.rows
-    linear = all(layers[name].kind != "embedding" for name in one.columns | one.rows)
-    if inner and linear and len(one.columns | one.rows) <= SMALL_GROUP and inner < one.columns and inner < one.rows:
+    inner, every = one.columns & one.rows, one.columns | one.rows
+    linear = all(name in layers and layers[name].kind != "embedding" for name in every)  # neither tables nor experts
+    if inner and linear and len(every) <= SMALL_GROUP and inner < one.columns and inner < one.rows:
         yield _Way(one.columns, one.rows, scattered=inner)
 
 
