@@ -212,6 +212,7 @@ class _Planner:
             statistic_bytes=bytes_of_statistics(firsts, statistics, self.world_size), draws_from=self._draws_from(),
             cut_results=self.decision.cut_results, result_bytes=self.decision.result_bytes,
             gathered=gathered, gathered_bytes=sent * (self.world_size - 1) // self.world_size,
+            kept={".".join(filter(None, key)): cut for key, cut in self.decision.kept.items()},
         )  # fmt: skip
 
     def _draws_from(self) -> tuple[str, ...]:

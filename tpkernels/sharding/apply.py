@@ -77,6 +77,7 @@ from tpkernels.planning.styles import (
 from tpkernels.sharding.batches import compare_batches
 from tpkernels.sharding.block_masks import drop_by_blocks, refuse_draws
 from tpkernels.sharding.fused_norms import fuse_norms
+from tpkernels.sharding.kept_caches import keep_in_modules
 from tpkernels.sharding.outputs import whole_outputs
 from tpkernels.sharding.randomness import Fork, differ_between, leave_on_errors, share_in
 from tpkernels.sharding.replacements import replacements
@@ -263,6 +264,7 @@ def parallelize(
             gather_arguments(modules[name], parts, tp)
         call_by_weight(plan.by_weight, modules)
         take_over_parts(plan.statistics, modules, tp)
+        keep_in_modules(plan.kept, modules, tp)
         for feeder in {id(modules[name]): modules[name] for name, style in styles.items()
                        if isinstance(style, Column | Row | Replicate) and style.summed_gradient}.values():  # fmt: skip
             sum_output_gradient(feeder, tp)

@@ -29,6 +29,7 @@ from tpkernels.nn.sliced import read_packed, sliced_parameters
 from tpkernels.partition import chunk_sizes
 from tpkernels.planning.splits import Split
 from tpkernels.sharding import nested_tensors
+from tpkernels.sharding.kept_caches import kept_attributes
 from tpkernels.sharding.part_tracking import Parts
 
 __all__ = ["Followed", "foreign_hooks"]
@@ -72,7 +73,7 @@ class Followed(AbstractContextManager["Followed"]):
         handle = register_module_forward_hook(self._called, with_kwargs=True)
         self.stack.callback(handle.remove)
         for module in self.model.modules():
-            for tensor, dim in sliced_parameters(module):
+            for tensor, dim in (*sliced_parameters(module), *kept_attributes(module).values()):
                 self.parts.mark(tensor, frozenset([Split(dim, (tensor.shape[dim],))]))
         told = read_packed.set(self._packed_read)
         self.stack.callback(read_packed.reset, told)
@@ -166,6 +167,7 @@ class Followed(AbstractContextManager["Followed"]):
             if type(module).__module__.startswith("tpkernels.") or getattr(module, "takes_parts", False):
                 continue
             named = {key: value for key, value in vars(module).items() if not key.startswith("_")} | module._buffers
+            named = {key: value for key, value in named.items() if key not in kept_attributes(module)}
             held = {key: value for key, value in named.items() if isinstance(value, Tensor | list | tuple | dict)}
             for leaf in nested_tensors.leaves(held):
                 if leaf.holder is None and self._is_part(leaf):

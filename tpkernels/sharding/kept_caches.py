@@ -17,10 +17,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import getattr_static, isfunction
+from itertools import takewhile
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_leaves
@@ -28,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from tpkernels.partition import chunk_sizes, offsets
 from tpkernels.planning.splits import Split
 
-__all__ = ["Kept", "enter", "guard", "kept_by", "leave"]
+__all__ = ["Kept", "enter", "guard", "keep_in_modules", "kept_attributes", "kept_by", "leave"]
 
 _ATTRIBUTE = "_tpkernels_kept"
 
@@ -122,12 +123,35 @@ def guard(holder: Any, kept: Kept) -> None:
     holder.__class__ = _guarded(getattr(cls, "_unguarded", cls), tuple(sorted(kept.cuts)))
 
 
+def keep_in_modules(kept: Mapping[str, tuple[int, int]], modules: Mapping[str, nn.Module], mesh: DeviceMesh) -> None:
+    """Let modules keep parts as attributes ``kept`` (``block.state``) from now on: dimension, and whole size.
+
+    Of a whole tensor that a module has kept of an earlier call its rank takes its part.
+    """
+    for key, cut in kept.items():
+        owner, _, attribute = key.rpartition(".")
+        module = modules[owner]
+        guard(module, Kept(mesh, {attribute: cut}))
+        if attribute in vars(module):
+            setattr(module, attribute, vars(module)[attribute])
+
+
+def kept_attributes(module: nn.Module) -> dict[str, tuple[Tensor, int]]:
+    """Parts that a module keeps now, and the dimension that is cut."""
+    kept, found = kept_by(module), dict[str, tuple[Tensor, int]]()
+    for name, cut in {} if kept is None else kept.cuts.items():
+        value = vars(module).get(name)
+        if isinstance(value, Tensor) and isinstance(cut, tuple):
+            found[name] = value, cut[0]
+    return found
+
+
 @functools.lru_cache(maxsize=256)
 def _guarded(cls: type, names: tuple[str, ...]) -> type:
     """A subclass of ``cls`` whose attributes ``names`` depend on who reads them."""
     members: dict[str, Any] = {
         name: _method(getattr(cls, name))
-        for name in dir(cls)
+        for name in {key for one in takewhile(lambda one: one is not nn.Module, cls.__mro__) for key in vars(one)}
         if isfunction(getattr_static(cls, name)) and not name.startswith("__")
     }
     members |= {name: _property(name) for name in names}

@@ -17,8 +17,9 @@ where no rule could follow the way to it, rank 0 warns (:class:`tpkernels.errors
 that needs a gradient, meets parts, and has none that is summed over the ranks is ValueError, too.
 
 The kind of a call: which arguments there are, their flags, dtypes and which of their sizes are 1; training or not;
-gradients or not; the flags and texts in the model's configs.  Flags that a module keeps elsewhere are no part of it;
-where they change what the model returns, the call raises, and the next one is followed again.
+gradients or not; the flags and texts in the model's configs; which parts its modules keep, as the plan says.  Flags
+that a module keeps elsewhere are no part of it; where they change what the model returns, the call raises, and the next
+one is followed again.
 
 Under ``torch.compile`` and ``torch.export`` nothing is followed: what the plan says of results is gathered, and
 ``output_attentions`` is refused there.
@@ -135,6 +136,7 @@ class _Guard:
         self._kinds: dict[Any, _Kind] = {}
         self._calls = _Calls()
         self._configs: list[dict[str, Any]] | None = None
+        self._keepers: list[nn.Module] | None = None
         self._handles = -1
         self._hooks: frozenset[int] = frozenset()
         self.end = -1
@@ -211,7 +213,10 @@ class _Guard:
             self._configs = list(configs.values())
         flags = [value for config in self._configs for value in config.values() if value.__class__ in (bool, str)]
         given = tuple([(name, _fact(value)) for name, value in kwargs.items()])
-        return model.training, torch.is_grad_enabled(), tuple(map(_fact, args)), given, tuple(flags)
+        if self._keepers is None:
+            self._keepers = [module for module in model.modules() if kept_caches.kept_by(module) is not None]
+        state = tuple(name for module in self._keepers for name in kept_caches.kept_attributes(module))
+        return model.training, torch.is_grad_enabled(), tuple(map(_fact, args)), given, tuple(flags), state
 
     def _foreign(self, model: nn.Module) -> frozenset[int]:
         """Hooks of other code; the model is searched again only if a hook has been made since the last time."""

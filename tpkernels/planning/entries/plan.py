@@ -39,6 +39,7 @@ _NEW_IN: dict[int, dict[str, Any]] = {
         "result_bytes": 0,
         "gathered": {},
         "gathered_bytes": 0,
+        "kept": {},
     },
     7: {"strategy": "auto"},
     6: {"by_weight": {}},
@@ -135,6 +136,8 @@ class ShardingPlan:
     """The inputs for which bytes are counted, by name and shape."""
     arguments: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """Arguments of modules (``attention.alibi``) of which each rank takes its heads' part: dimension, and all heads."""
+    kept: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Attributes in which modules keep parts for their next call (``block.state``): dimension, and whole size."""
     by_weight: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Modules whose code multiplies by weights of layers itself (``F.linear(x, self.qkv.weight)``), and the layers."""
     statistics: Mapping[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
@@ -239,6 +242,7 @@ class ShardingPlan:
         others = (
             *self.cut_arguments,
             *self.gathered_arguments,
+            *(key.rpartition(".")[0] for key in self.kept),
             *self.whole_draws,
             *self.statistics,
             *(one for name, read in self.by_weight.items() for one in (name, *read)),
@@ -331,11 +335,7 @@ def _plan_from(body: dict[str, Any]) -> ShardingPlan:
     for key, (whole, ranks) in statistics.items():
         if sum(ranks) != whole or 0 in ranks:
             raise ValueError(f"the features of {key} are {whole}, and those of its ranks {list(ranks)}")
-    arguments = {}
-    for key, cut in body["arguments"].items():
-        if len(cut) != 2 or not _is_count(cut[0]) or not _is_count(cut[1]) or cut[1] < body["world_size"]:
-            raise ValueError(f"argument {key} must have a dimension and a number of heads, got {cut!r}")
-        arguments[_text(key)] = tuple(cut)
+    arguments, kept = (_dimensions(body, key) for key in ("arguments", "kept"))
     gathered = {}
     for key, cut in body["gathered"].items():
         if len(cut) != 2 or not all(map(_is_count, cut)) or not 0 < cut[1] <= cut[0] or cut[0] % cut[1]:
@@ -357,9 +357,19 @@ def _plan_from(body: dict[str, Any]) -> ShardingPlan:
     found = {"entries": tuple(entries), "attributes": attributes, "random": random, "shared": shared, "fused": fused}
     by_weight = {_text(name): _texts(read) for name, read in body["by_weight"].items()}
     found |= {"arguments": arguments, "model": _text(body["model"]), "example": _text(body["example"])}
-    found |= {"by_weight": by_weight, "statistics": statistics, "gathered": gathered}
+    found |= {"by_weight": by_weight, "statistics": statistics, "gathered": gathered, "kept": kept}
     found["cut_results"] = tuple(_cut_result(cut, body["world_size"]) for cut in body["cut_results"])
     return ShardingPlan(**body | lists | found)
+
+
+def _dimensions(body: dict[str, Any], what: str) -> dict[str, tuple[int, int]]:
+    """By name: a dimension that is cut, and how many heads or features there are."""
+    found = {}
+    for key, cut in body[what].items():
+        if len(cut) != 2 or not _is_count(cut[0]) or not _is_count(cut[1]) or cut[1] < body["world_size"]:
+            raise ValueError(f"{what}: {key} must have a dimension and a number of heads or features, got {cut!r}")
+        found[_text(key)] = cut[0], cut[1]
+    return found
 
 
 def _for_each_rank(what: str, given: Any, world_size: int) -> dict[str, tuple[int, tuple[int, ...]]]:

@@ -151,6 +151,7 @@ def _totals(plan: ShardingPlan) -> list[str]:
     lines += [f"argument {line}" for line in _arguments(plan)]
     if plan.gathered:
         lines.append(f"gathered: {', '.join(_gathered(plan))}, which sends {_bytes(plan.gathered_bytes)}")
+    lines += [f"kept {line}" for line in _kept(plan)]
     lines += [f"called where {line}" for line in _by_weight(plan)]
     if plan.statistics:
         sent = _bytes(plan.statistic_bytes)
@@ -193,6 +194,14 @@ def _gathered(plan: ShardingPlan) -> list[str]:
     for key, (features, _) in plan.gathered.items():
         found.setdefault((_pattern(key), features), []).append(key)
     return [f"all {features} features for {_name(pattern, keys)}" for (pattern, features), keys in found.items()]
+
+
+def _kept(plan: ShardingPlan) -> list[str]:
+    """As for attributes."""
+    found: dict[tuple[str, int], list[str]] = {}
+    for key, (_, size) in plan.kept.items():
+        found.setdefault((_pattern(key), size), []).append(key)
+    return [f"{_name(pattern, keys)}: this rank's of {size}" for (pattern, size), keys in found.items()]
 
 
 def _by_weight(plan: ShardingPlan) -> list[str]:

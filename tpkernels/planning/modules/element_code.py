@@ -48,6 +48,9 @@ def works_on_elements(apply: Callable[..., Any], args: Sequence[Any], kwargs: Ma
             picked = torch.randperm(given[0].numel())[:SOME]
             try:
                 whole = _run(apply, args, kwargs, given)
+                if not all(bool(torch.isfinite(one).all()) for one in whole):  # a root, or a logarithm
+                    given = [one.abs() for one in given]
+                    whole = _run(apply, args, kwargs, given)
                 some = _run(apply, args, kwargs, [one.flatten()[picked] for one in given])
             except Exception:  # noqa: BLE001 - code of whatever the function does
                 return False

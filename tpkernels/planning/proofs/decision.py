@@ -28,6 +28,7 @@ from tpkernels.planning.proofs.replay_checks import drawn_for_whole, half_partia
 from tpkernels.planning.proofs.search_again import SearchAgain
 from tpkernels.planning.proofs.search_gathered import prove_gathered
 from tpkernels.planning.proofs.tied_groups import Ties, shared_by_groups, unlike_twins
+from tpkernels.planning.replays.kept_parts import Kept
 from tpkernels.planning.replays.replay import Replay, Role, unlike_ranks
 from tpkernels.planning.replays.roles import both_roles
 from tpkernels.planning.runs.example_inputs import Observation
@@ -73,6 +74,8 @@ class Decision:
     """Modules called between such layers that draw for whole tensors, which all ranks share."""
     statistics: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
     """Modules that take sums, means or spreads over features that are cut: how many there are, and on each rank."""
+    kept: Kept = field(default_factory=dict)
+    """Attributes in which modules keep parts from one call for the next."""
     adapters: dict[str, str] = field(default_factory=dict)
     """Layers of narrow pairs whose other layer is cut with a larger group, and that one."""
     together: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -151,6 +154,7 @@ class _Decider:
             if recording is not self.recording:
                 self.search = SearchAgain(self.shadow, recording, self.world_size)
             self.search.whole_inputs, self.search.says_all = self.whole_inputs, self.says_all
+            self.search.elsewhere = [(mode, other) for mode, other in self.observation.firsts if other is not recording]
             self.shadow.set_mode(mode)
             waiting = self._prove_alone(recording)
             self._prove_together(waiting)
@@ -368,6 +372,7 @@ class _Decider:
         self.decision.by_channel = set(replay.cut_channels)
         self.decision.whole_draws = tuple(sorted(replay.whole_draws))
         self.decision.statistics = dict(sorted(replay.statistics.items()))
+        self.decision.kept = dict(sorted(replay.kept_parts.items()))
 
     def _pair_convolutions(self) -> None:
         """Cut convolutions in pairs as well, as far as that holds on the whole model beside what does already."""
@@ -443,8 +448,10 @@ class _Decider:
         results: list[dict[tuple[int, int, int], Tensor]] = []
         ranks = unlike_ranks(roles, self.world_size)
         merged: Replay | None = None
+        begun_after = {id(recording.after) for _, recording in self.observation.recordings}
+        ran: dict[int, list[Replay]] = {}
         for mode, recording in self.observation.recordings:
-            call = self.observation.calls[id(recording)]
+            call, first, after = self.observation.calls[id(recording)], id(recording), recording.after
             self.shadow.set_mode(mode)
             if widths:
                 dice = recording.dice
@@ -452,11 +459,13 @@ class _Decider:
                 recording.dice = dice
                 recording.run(call)
             replays = [Replay(self.shadow, recording, roles, attributes, self.world_size, rank) for rank in ranks]
-            for replay in replays:
+            for number, replay in enumerate(replays):
                 replay.may_leave = leaving
                 try:
                     if merged is not None:
                         replay.know(merged)
+                    if after is not None:
+                        replay.begin_after(ran[id(after)][number] if id(after) in ran else None)
                     replay.run_model(call)
                 except Unproven as error:
                     raise _Blamed(_in_mode(error, mode), replay.blame) from error
@@ -467,6 +476,8 @@ class _Decider:
             results += [] if call.method else [merged.cut_results]
             if any(one.keys() != results[0].keys() for one in results):
                 raise _Blamed(Unproven("calls of the model return results that are cut otherwise"), leaving)
+            if first in begun_after:
+                ran[first] = replays
         assert merged is not None
         merged.cut_results = results[0] if results else {}
         return merged

@@ -8,11 +8,14 @@ the two agree is for the replay of the whole model to say, which runs all exampl
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TypeVar
 
 from tpkernels.planning.proofs.hypotheses import Proof
 from tpkernels.planning.runs.layer_groups import Group
 
 __all__ = ["join"]
+
+T = TypeVar("T")
 
 
 def join(first: Group, one: Proof, second: Group, other: Proof) -> tuple[Group, Proof]:
@@ -36,5 +39,5 @@ def join(first: Group, one: Proof, second: Group, other: Proof) -> tuple[Group, 
     return group, proof
 
 
-def _both[T](some: tuple[T, ...], others: tuple[T, ...]) -> tuple[T, ...]:
+def _both(some: tuple[T, ...], others: tuple[T, ...]) -> tuple[T, ...]:
     return tuple(dict.fromkeys((*some, *others)))

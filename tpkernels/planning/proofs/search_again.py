@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from tpkernels.planning.proofs.hypotheses import Proof
-from tpkernels.planning.proofs.search_widths import SearchWidths
+from tpkernels.planning.proofs.search_states import SearchStates
 from tpkernels.planning.runs.layer_groups import Group
 from tpkernels.planning.splits import Unproven
 
 __all__ = ["SearchAgain"]
 
 
-class SearchAgain(SearchWidths):
+class SearchAgain(SearchStates):
     """Proofs like those that another number of ranks has."""
 
     def prove_like(self, group: Group, other: Proof) -> Proof:

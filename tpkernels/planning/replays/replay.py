@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from tpkernels.nn.sliced_arguments import named_arguments, with_arguments
 from tpkernels.ops.checks import DTYPES
-from tpkernels.planning.replays.gather_steps import GatherSteps
+from tpkernels.planning.replays.kept_parts import KeptParts
 from tpkernels.planning.replays.op_call import crossed, is_pointwise
 from tpkernels.planning.replays.roles import Role, unlike_ranks
 from tpkernels.planning.replays.rules import RULES, Call, pointwise
@@ -43,7 +43,7 @@ aten = torch.ops.aten
 _CONSTANT = {aten.zeros, aten.ones, aten.full, aten.new_zeros, aten.new_ones, aten.new_full, aten.empty, aten.new_empty}
 
 
-class Replay(GatherSteps):
+class Replay(KeptParts):
     """The run of ``rank`` next to ``recording``; ``attributes`` have a value for each rank.
 
     After a run: ``partial`` names parameters whose gradient each rank has a part of, ``units`` the features of each
@@ -142,7 +142,7 @@ class Replay(GatherSteps):
 
     def run_model(self, call: Example) -> None:
         """Run the whole model; nothing that is cut may be part of what it returns, but of groups that may leave."""
-        self.begins = self.recording.begins
+        self.begins = self.recording.begins | self._found
         out = self._run(call.run, (self.shadow.model,), {})
         self.cut_results = {} if call.method else self._leaving(tree_leaves(out))
         gathered = {id(tensor) for tensor in self.cut_results.values()}
@@ -151,15 +151,7 @@ class Replay(GatherSteps):
                 self._is_whole(tensor, "among the model's outputs")
             if self.has_origin(tensor):
                 self._complete |= self.origin(tensor) or set()
-        left = self.state_after()
-        for name, module in self.shadow.modules.items():
-            if getattr(module, "takes_parts", False):  # its author knows
-                continue
-            changed = {key: held.value for (owner, key), held in left.items() if owner == name and held is not None}
-            for attribute, value in (vars(module) | changed).items():
-                for leaf in tree_leaves(value) if isinstance(value, Tensor | list | tuple | dict) else ():
-                    if isinstance(leaf, Tensor):
-                        self._is_whole(leaf, f"kept by the model as {name}.{attribute}")
+        self._check_left()
         self._check_gradients()
 
     def _leaving(self, results: list[Any]) -> dict[tuple[int, int, int], Tensor]:
@@ -183,6 +175,7 @@ class Replay(GatherSteps):
             raise self._as_unproven(error) from error
         if self._at != self._stop:
             raise Unproven("with one rank's sizes the model runs fewer ops")
+        self._check_held()
         self._check_gradients()
         return out
 

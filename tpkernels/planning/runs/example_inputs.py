@@ -139,7 +139,8 @@ class Observation:
         self, shadow: Shadow, model: nn.Module, sizes: Tokens, first: Call, guesses: Sequence[Call]
     ) -> None:
         """Calls that run what the ``first`` guess does not; ``guesses`` are those that came behind it."""
-        for kwargs in further_calls(model, first[1]):
+        keeps = any(recording.kept_states for _, recording in self.recordings)
+        for kwargs in further_calls(model, first[1], keeps=keeps):
             self._record(shadow, Example("", *shadow.fake_inputs(first[0], kwargs)))
         for method, calls in towers(model, sizes):
             if method == "get_image_features" or self._not_called(shadow):

@@ -69,16 +69,17 @@ def candidates(model: nn.Module, sizes: Tokens | None = None) -> Iterator[Call]:
         yield (make,) * max(1, len(required)), {}
 
 
-def further_calls(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def further_calls(model: nn.Module, kwargs: Mapping[str, Any], *, keeps: bool = False) -> Iterator[dict[str, Any]]:
     """Calls that run what the guess ``kwargs`` does not: words without entities (LUKE); and, for the next call, a state
-    in plain tensors, which all ranks have whole (RWKV).
+    in plain tensors, which all ranks have whole (RWKV), or that modules keep (``keeps``: they keep tensors).
 
-    A cache that is an object of its own may hold parts, and is not asked for.
+    A cache that is an object of its own may hold parts, and is not asked for where it is all that is kept.
     """
     if any(name.startswith("entity_") for name in kwargs):
         yield {name: value for name, value in kwargs.items() if not name.startswith("entity_")}
     names = list(inspect.signature(model.forward).parameters)
-    if kwargs.get("use_cache") is False and [n for n in names if "cache" in n or "past" in n] == ["use_cache"]:
+    plain = keeps or [n for n in names if "cache" in n or "past" in n] == ["use_cache"]
+    if kwargs.get("use_cache") is False and plain:
         yield dict(kwargs) | {"use_cache": True}
 
 

@@ -352,6 +352,14 @@ class Session(Told, TorchDispatchMode):
         """What modules have after so many changes; after all of them by default."""
         return self.begins | dict(self.changes[:changes])
 
+    @property
+    def kept_states(self) -> list[tuple[str, str]]:
+        """Attributes in which modules keep what this run has made of activations, as a recurrence does its state."""
+        return [
+            key for key, held in self.changes
+            if held is not None and isinstance(held.value, Tensor) and self.has_origin(held.value)
+        ]  # fmt: skip
+
     def entered_quietly(self, name: str, args: Any, kwargs: Any) -> None:
         self.quiet_calls.append((name, len(args) == 1 and isinstance(args[0], Tensor) and not kwargs))
 
