@@ -54,7 +54,7 @@ class Neighbours:
             called = any(name in one.called_otherwise for one in recordings)
             within = "it is called with more than a tensor, or inside of a module that needs values"
             return within if called else "it is not called by the example"
-        around = [one for one in self._components_of_channels if name in one.columns | one.rows]
+        around = [one for one in self._components_of_channels if one.rows and name in one.columns | one.rows]
         return self._against_pair(min(around, key=_size)) if around else "it gives to no layer, and takes from none"
 
     def _against_pair(self, one: Component) -> str:
@@ -78,7 +78,7 @@ class Neighbours:
 
     def _left_open(self, one: Component) -> str:
         """What else takes from these layers, or gives to them."""
-        if one.seen_outside:
+        if one.seen_outside and (one.asked or not one.results):
             opaque = self._observation.shadow is not None and any(self._observation.shadow.asking)
             beside = "a result of the model" + (", or a module that needs values" if opaque else "")
             return f"{min(one.seen_outside)} also gives to {beside}"
