@@ -70,7 +70,7 @@ PLANNER = (
         "self._splits.clear()",
         "tests/planning/test_collected_states.py",
     ),
-    Edit("planning/replays/replay.py", "vars(module) | changed", "vars(module)", f"{STATE} -k kept"),
+    Edit("planning/replays/kept_parts.py", "vars(module) | changed", "vars(module)", f"{STATE} -k kept"),
     Edit("planning/runs/example_inputs.py", "[record(shadow, call, first)]", "[]", f"{STATE} -k second"),
     Edit("planning/runs/trace.py", "(id(self), -1 - source[1], source[2]) if", "tensor if", f"{STATE} -k recorded"),
     Edit("planning/runs/trace.py", "if number < event][-1]", "][-1]", f"{FOLLOWED} -k counter"),
