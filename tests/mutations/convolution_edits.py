@@ -6,6 +6,7 @@ from tests.mutations.edit import Edit
 
 __all__ = ["CONVOLUTIONS"]
 
+GROUPED = "tests/planning/test_grouped_pairs.py"
 PAIRS = "tests/planning/test_convolution_pairs.py"
 CUT, VALUES = f"{PAIRS} -k gives_its_channels", f"{PAIRS} -k values"
 WHOLE = f"{PAIRS} -k only_looks"
@@ -107,4 +108,17 @@ CONVOLUTIONS = (
     Edit("planning/proofs/pair_choices.py", "for name, cuts in slices.items():", "for name, cuts in ():", VALUES),
     Edit("sharding/followed_calls.py", "segments_given(module) or (output", "(output", VALUES),
     Edit("state/plain_state.py", "self._assign and isinstance(like, nn.Parameter)", "self._assign", VALUES),
+    Edit(
+        "nn/paired_convolution.py", "own * self.groups // self.in_channels", "self.groups", f"{GROUPED} -k values_and"
+    ),
+    Edit("nn/paired_convolution.py", "segments or taken or gathers", "segments or taken", f"{GROUPED} -k no_input"),
+    Edit(
+        "planning/proofs/pair_proofs.py", 'if f"{key[0]}.".startswith(around)', "if True", f"{GROUPED} -k gather_what"
+    ),
+    Edit(
+        "planning/proofs/convolution_pairs.py",
+        "if name in shadow.grouped and",
+        "if False and",
+        f"{GROUPED} -k could_not",
+    ),
 )

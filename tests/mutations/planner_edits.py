@@ -148,8 +148,8 @@ PLANNER = (
     Edit("planning/runs/layer_groups.py", "if node.severed and not severed:", "if False:", f"{FOLLOWED} -k compared"),
     Edit(
         "planning/runs/layer_groups.py",
-        "convolutions, severed=True)",
-        "convolutions, severed=False)",
+        "convolutions, without, severed=True)",
+        "convolutions, without, severed=False)",
         f"{FOLLOWED} -k of_a_comparison",
     ),
     Edit("planning/runs/layer_groups.py", "and blocks > (not few)", "and few", f"{ALONE} -k every_block"),

@@ -14,6 +14,11 @@ or, where that sends less, gathers what it takes, and computes its own output ch
     both      w_r = this rank's output channels of weight      z_r = convolve(all_gather(y_r), w_r) + b_r
                                                                dy_r = reduce_scatter(dy of z_r)
 
+One in groups takes whole channels or this rank's, and gives this rank's or gathers them; nothing is summed::
+
+    groups    w_r = the weight of this rank's groups      y_r = convolve(shard(x) or x_r, w_r) + b_r
+              y = all_gather(y_r)
+
 Between them stands what works on each channel by itself, on this rank's (:mod:`tpkernels.nn.sliced`).
 
 It assumes that x is equal on all ranks, and that a plan has proven what stands between.  A convolution is cut in place:
@@ -24,8 +29,9 @@ each, one after the other, and has a module for each, ``part0``, ``part1``, ...,
 for the runs of its weight; but one that gathers them puts the channels in their order, and has one weight.
 
 Code of a subclass around ``super().forward`` goes on, and meets a rank's channels: who plans has to see to that.  It
-refuses groups, weight norms, fewer channels than would give each rank one, and groups that give the same bits at every
-degree (``same_bits``): the bits of a convolution may depend on the number of its channels.
+refuses groups of channels that ranks would cut, weight norms, fewer channels than would give each rank one, and groups
+that give the same bits at every degree (``same_bits``): the bits of a convolution may depend on the number of its
+channels.
 """
 
 from __future__ import annotations
@@ -54,7 +60,7 @@ from tpkernels.nn.normed_weight import weight_norm_of
 from tpkernels.nn.packed_parameter import PackedParameter
 from tpkernels.nn.parameters import local_parts, mesh_of, replicate_parameter, shard_parameter, tp_mesh
 from tpkernels.nn.sliced import read_packed
-from tpkernels.ops import all_gather, all_reduce, copy_to_group, reduce_scatter
+from tpkernels.ops import all_gather, all_reduce, copy_to_group, reduce_scatter, shard
 from tpkernels.partition import chunk_sizes, offsets
 
 __all__ = ["gives_channels", "pair_channels", "pair_dims", "segments_given", "segments_taken", "takes_channels",
@@ -63,17 +69,18 @@ __all__ = ["gives_channels", "pair_channels", "pair_dims", "segments_given", "se
 
 def why_not_paired(
     module: nn.Module, world_size: int, *, inputs: bool, outputs: bool, segments: Sequence[int] = (),
-    taken: Sequence[int] = (),
+    taken: Sequence[int] = (), gathers: bool = False,
 ) -> str | None:  # fmt: skip
     """The reason why :func:`pair_channels` cannot cut ``module`` over so many ranks; None if it can."""
-    why = why_not_cut(module, world_size if outputs else 1)
+    grouped = isinstance(module, _ConvNd) and module.groups > 1
+    why = why_not_cut(module, world_size if outputs or grouped else 1)
     if why is not None:
         return why
     convolution = cast(_ConvNd, module)
     if weight_norm_of(module) is not None:
         return "has a weight that a norm makes, which is for whole channels"
-    if convolution.groups > 1:
-        return f"has {convolution.groups} groups of channels, and would be cut along its channels for all groups"
+    if grouped and (segments or taken or gathers):
+        return f"has {convolution.groups} groups of channels, which are in no segments and gather no input"
     if inputs and 0 in chunk_sizes(convolution.in_channels, world_size):
         return f"takes too few channels ({convolution.in_channels}) for {world_size} ranks"
     if segments and (inputs or min(segments) < 1 or sum(segments) != convolution.out_channels):
@@ -89,6 +96,8 @@ def why_not_paired(
 def pair_dims(module: nn.Module, *, inputs: bool, outputs: bool) -> dict[str, int | None]:
     """The dimension of each parameter that is cut; None for one that is whole."""
     given = channel_dims(module)
+    if cast(_ConvNd, module).groups > 1:
+        return {**given}
     return {"weight": 1 - given["weight"], "bias": 0 if outputs else None} if inputs else {**given}
 
 
@@ -111,7 +120,8 @@ def pair_channels(
         ValueError: it cannot be cut so (:func:`why_not_paired`).
     """
     mesh = tp_mesh(group, module)
-    why = why_not_paired(module, mesh.size(), inputs=inputs, outputs=outputs, segments=segments, taken=taken)
+    sizes = {"segments": segments, "taken": taken}
+    why = why_not_paired(module, mesh.size(), inputs=inputs, outputs=outputs, gathers=gathers, **sizes)
     if why is not None:
         raise ValueError(f"{type(module).__name__} {why}")
     kind: Any = type(module)
@@ -131,7 +141,8 @@ def pair_channels(
                 replicate_parameter(parameter, mesh, requires_grad=wanted) if dim is None
                 else shard_parameter(parameter, mesh, dim, requires_grad=wanted)
             )  # fmt: skip
-    forward = (_take_and_give if outputs else _take) if inputs else _give
+    whole, taking, both = (_give, _take, _take_and_give) if cast(_ConvNd, module).groups == 1 else _IN_GROUPS
+    forward = (both if outputs else taking) if inputs else whole
     if gathers:
         module.__class__ = _paired_kind(kind, _gather_and_give)
     else:
@@ -141,7 +152,8 @@ def pair_channels(
 
 def gives_channels(module: nn.Module) -> bool:
     """Whether a call of ``module`` gives this rank's channels."""
-    return getattr(type(module), "_tpk_convolves", None) in (_give, _give_parts, _take_and_give, _gather_and_give)
+    giving = (_give, _give_parts, _take_and_give, _gather_and_give, _give_groups, _take_and_give_groups)
+    return getattr(type(module), "_tpk_convolves", None) in giving
 
 
 def segments_given(module: nn.Module) -> tuple[int, ...]:
@@ -156,7 +168,8 @@ def segments_taken(module: nn.Module) -> tuple[int, ...]:
 
 def takes_channels(module: nn.Module) -> bool:
     """Whether a call of ``module`` takes this rank's channels."""
-    return getattr(type(module), "_tpk_convolves", None) in (_take, _take_and_give, _gather_and_give)
+    taking = (_take, _take_and_give, _gather_and_give, _take_groups, _take_and_give_groups)
+    return getattr(type(module), "_tpk_convolves", None) in taking
 
 
 def _give(self: Any, input: Tensor, output_size: list[int] | None = None) -> Tensor:
@@ -231,6 +244,38 @@ def _summed(
         return convolve(self, input, w, b, 1, output_size)
     y = summed(convolve(self, input, w, None, 1, output_size), mesh, channels)
     return y if b is None else y + b.view(-1, *(1,) * (-1 - channels))
+
+
+def _give_groups(self: Any, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+    return _by_groups(self, input, output_size, takes=False, gives=True)
+
+
+def _take_groups(self: Any, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+    return _by_groups(self, input, output_size, takes=True, gives=False)
+
+
+def _take_and_give_groups(self: Any, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+    return _by_groups(self, input, output_size, takes=True, gives=True)
+
+
+_IN_GROUPS = (_give_groups, _take_groups, _take_and_give_groups)
+"""What a convolution in groups computes, in the order of the others."""
+
+
+def _by_groups(self: Any, input: Tensor, output_size: list[int] | None, *, takes: bool, gives: bool) -> Tensor:
+    """This rank's groups of a whole tensor or of its part, or what all ranks make of theirs."""
+    mesh, w, b = local_parts(self._parameters["weight"], self._parameters["bias"])
+    taken = chunk_sizes(self.in_channels, mesh.size())
+    own = taken[mesh.get_local_rank()]
+    channels = channels_in(self, input, own if takes else self.in_channels, mesh)
+    refuse(mesh, "a convolution of a pair", "its bits may depend on the number of its channels")
+    if mesh.size() == 1:
+        return convolve(self, input, w, b, self.groups, output_size)
+    if not takes:
+        input = shard(input, mesh, dim=channels, shard_sizes=taken)
+    y = convolve(self, input, w, b, own * self.groups // self.in_channels, output_size)
+    given = chunk_sizes(self.out_channels, mesh.size())
+    return y if gives else all_gather(y, mesh, dim=channels, shard_sizes=given, replicated_grad=True)
 
 
 def _paired_kind(cls: Any, forward: Callable[..., Tensor]) -> type[nn.Module]:

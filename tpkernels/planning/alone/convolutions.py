@@ -81,9 +81,9 @@ def check_channels(
     """Refuse to cut ``module`` by channels where that cannot be done."""
     why = _why_own(module)
     if why is None and style is not None and style.paired:
+        gives, gathers = not style.gather_output, style.gather_input
         sizes = {"segments": style.segments, "taken": style.taken}
-        gives = not style.gather_output
-        why = why_not_paired(module, world_size, inputs=style.inputs, outputs=gives, **sizes)
+        why = why_not_paired(module, world_size, inputs=style.inputs, outputs=gives, gathers=gathers, **sizes)
     elif why is None:
         why = why_not_cut(module, world_size, same_bits)
     if why is not None:

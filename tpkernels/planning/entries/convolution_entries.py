@@ -46,7 +46,7 @@ def convolution_traffic(
     if not isinstance(module, _ConvNd):
         return _norm_traffic(module, dims["original0"] is not None, world_size)
     grouped = module.groups != 1
-    forward, given = ("all-reduce of y", 2) if style.inputs else ("all-gather of y", 1)
+    forward, given = ("all-reduce of y", 2) if style.inputs and not grouped else ("all-gather of y", 1)
     backward, taken = ("all-gather of dx", 1) if grouped else ("all-reduce of dx", 2)
     if not style.gather_output:
         forward, given = "-", 0
@@ -54,7 +54,7 @@ def convolution_traffic(
         backward, taken = "-", 0
     if style.gather_input:
         return _traffic_of_gathering(module, elements, world_size)
-    if style.inputs and not style.gather_output:
+    if style.inputs and not style.gather_output and not grouped:
         wanted = elements is None or elements.wanted > 0 or any(one.requires_grad for one in module.parameters())
         forward, backward, given = "reduce-scatter of y", "all-gather of dy" if wanted else "-", 1 + wanted
     if elements is None:

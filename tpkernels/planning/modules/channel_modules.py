@@ -27,7 +27,15 @@ from tpkernels.nn.convolution import is_convolution, own_code
 from tpkernels.planning.modules.own_code import calls_super
 from tpkernels.planning.splits import share
 
-__all__ = ["ChannelCall", "ChannelParts", "channels_of", "is_batched", "parts_by_channel", "works_by_channel"]
+__all__ = [
+    "ChannelCall",
+    "ChannelParts",
+    "channels_in_groups",
+    "channels_of",
+    "is_batched",
+    "parts_by_channel",
+    "works_by_channel",
+]
 
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
           nn.GroupNorm)  # fmt: skip
@@ -68,6 +76,13 @@ class ChannelParts(NamedTuple):
 def channels_of(module: nn.Module) -> tuple[int, int] | None:
     """Input and output channels of a convolution over all channels; None for any other module."""
     if not isinstance(module, _ConvNd) or module.groups > 1 or not _is_plain(module) or not _convolves(module):
+        return None
+    return module.in_channels, module.out_channels
+
+
+def channels_in_groups(module: nn.Module) -> tuple[int, int] | None:
+    """Input and output channels of a convolution in groups of several channels; None for any other module."""
+    if not isinstance(module, _ConvNd) or not works_by_channel(module) or module.groups == module.in_channels:
         return None
     return module.in_channels, module.out_channels
 

@@ -36,7 +36,8 @@ class ChannelBytes:
 
     def gathers(self, name: str) -> bool:
         """Whether a convolution that takes and gives this rank's channels sends less if it gathers the ones than if it
-        scatters a sum of the others: one that gives more than it takes (in the decoder of a neural codec)."""
+        scatters a sum of the others: one that gives more than it takes (in the decoder of a neural codec).  One in
+        groups sends nothing between two others, and gathers nothing."""
         return self._sent_between(name, gathers=True) < self._sent_between(name, gathers=False)
 
     def _sent_between(self, name: str, *, gathers: bool) -> int:
@@ -46,7 +47,7 @@ class ChannelBytes:
         """By a layer that takes and gives this rank's channels, or whole tensors: one that is cut by itself."""
         key = name, takes, gives
         if key not in self._known:
-            convolution = name in self.shadow.convolutions
+            convolution = self.shadow.sizes[name].kind == "convolution"
             if takes or gives or convolution:
                 gathers = convolution and takes and gives and self.gathers(name)
                 style: Style = style_in_pairs(convolution=convolution, takes=takes, gives=gives, gathers=gathers)

@@ -8,17 +8,21 @@ end in what the model returns, which is gathered (:mod:`tpkernels.sharding.outpu
 
 Groups are taken one after the other, always the one that saves the most bytes by the plan's own count beside those that
 are taken, until each further one would send more: a rank never sends more than it does where each layer is cut by
-itself.  What stands between is proven by a replay within the module around the group
+itself.  Convolutions in groups stand between the others, and may be ends of pairs where they are in none: they take
+this rank's channels of a whole tensor, or gather their own.
+
+What stands between is proven by a replay within the module around the group
 (:mod:`tpkernels.planning.proofs.pair_proofs`); :mod:`tpkernels.planning.proofs.decision` proves all of them on the
 whole model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence, Set
 from typing import Any
 
 from tpkernels.ops.checks import DTYPES
+from tpkernels.planning.modules.channel_modules import parts_by_channel
 from tpkernels.planning.proofs.channel_bytes import ChannelBytes
 from tpkernels.planning.proofs.hypotheses import Proof
 from tpkernels.planning.proofs.pair_proofs import prove
@@ -36,17 +40,24 @@ class PairChoice:
     """The groups of one recording, and which of them are cut.
 
     ``excluded``: layers, and modules with parameters, that are cut with others already, or may not be.
+    ``grouped``: convolutions in groups that may be ends of pairs; then only groups with one of them count.
     """
 
-    def __init__(self, search: Search, recording: Recording, world_size: int, excluded: Container[str]) -> None:
+    def __init__(
+        self, search: Search, recording: Recording, world_size: int, excluded: Container[str],
+        grouped: Set[str] = frozenset(),
+    ) -> None:  # fmt: skip
         self.search, self.recording, self.world_size, self._excluded = search, recording, world_size, excluded
         self.refused: dict[Group, Unproven] = {}
         """Groups that cannot be cut, whichever others are; and why."""
         self.bytes = ChannelBytes(search.shadow, recording, world_size)
         self._known: dict[Any, tuple[Group, Scope, Proof] | Unproven] = {}
-        self.groups = find_groups(recording, convolutions=True)
+        ends = search.shadow.convolutions.keys() | grouped
+        found = find_groups(recording, convolutions=ends) if ends else []
+        self.groups = [group for group in found if not grouped or {*group.layers} & grouped]
         for group in self.groups:
-            why = next((why for n in group.layers if (why := _why_barred(n, search.shadow, recording, excluded))), None)
+            barred = (_why_barred(name, search.shadow, recording, excluded, world_size) for name in group.layers)
+            why = next(filter(None, barred), None)
             if why is not None:
                 self.refused[group] = Unproven(why)
 
@@ -98,7 +109,7 @@ class PairChoice:
         for other, known in taken.items():
             for name in {*group.layers} & {*other.layers}:
                 segments = proof.segments.get(name) or known.segments[name]
-                if name not in self.search.shadow.convolutions or len(segments) > 1:
+                if self.search.shadow.sizes[name].kind != "convolution" or len(segments) > 1:
                     return name
         return None
 
@@ -138,7 +149,9 @@ def sent_for_results(choices: Sequence[PairChoice], pairs: Collection[Group]) ->
     return sum(next(one for one in choices if group in one.groups).sent_for_results(group) for group in pairs)
 
 
-def _why_barred(name: str, shadow: Shadow, recording: Recording, excluded: Container[str]) -> str | None:
+def _why_barred(
+    name: str, shadow: Shadow, recording: Recording, excluded: Container[str], world_size: int
+) -> str | None:
     """Why the layer cannot be cut with others, if so."""
     if name in excluded:
         return f"{name} stays whole, or is cut with others"
@@ -146,6 +159,8 @@ def _why_barred(name: str, shadow: Shadow, recording: Recording, excluded: Conta
         return f"{name} is called with more than a tensor, or inside of a module that needs values"
     if name in recording.direct or name in recording.rows_unknown:
         return f"{name} is used by code past it, or inside of a module that needs values"
+    if name in shadow.grouped and parts_by_channel(shadow.modules[name], world_size) is None:
+        return f"{name} has groups of channels that do not divide over {world_size} ranks"
     weight: Any = shadow.modules[name].weight
     if weight.dtype not in DTYPES or shadow.sizes[name].kind == "embedding":
         return f"{name} is a table, or has weights of {weight.dtype}"

@@ -10,7 +10,7 @@ largest one cuts: code with a literal number of heads runs on one rank, and does
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from types import MappingProxyType
@@ -163,7 +163,9 @@ class _Decider:
         self.shadow.set_mode(self.observation.mode)
         self._prove_whole()
         if self.pairs:
-            self._pair_convolutions()
+            self._pair_convolutions(frozenset())
+            if left := self.shadow.grouped.keys() - self.decision.by_channel:
+                self._pair_convolutions(left)
         if not self.observation.mode.training:
             self.noisy = {group for group in self.decision.proven if may_drop(self.shadow, self.scopes[group])}
         self.decision.random = random_pairs(self.observation, self.noisy)
@@ -374,34 +376,42 @@ class _Decider:
         self.decision.statistics = dict(sorted(replay.statistics.items()))
         self.decision.kept = dict(sorted(replay.kept_parts.items()))
 
-    def _pair_convolutions(self) -> None:
-        """Cut convolutions in pairs as well, as far as that holds on the whole model beside what does already."""
-        proven = self.decision.proven
+    def _pair_convolutions(self, grouped: Set[str]) -> None:
+        """Cut convolutions in pairs as well, as far as that holds on the whole model beside what does already.
+
+        ``grouped``: those in groups that may be ends of pairs, beside the pairs found without.
+        """
+        proven, before = self.decision.proven, self.decision.pairs
         barred = {*self.excluded, *self.forced, *self.decision.adapters, *self.ties}
         barred |= {name for group, proof in proven.items() for name in (*group.layers, *proof.feeders)}
-        barred |= {name.rpartition(".")[0] for proof in proven.values() for name in proof.slices}
+        barred |= {name for group in before for name in group.layers}
+        barred |= {name.rpartition(".")[0] for proof in (proven | before).values() for name in proof.slices}
         choices = [
-            (mode, PairChoice(SearchAgain(self.shadow, recording, self.world_size), recording, self.world_size, barred))
-            for mode, recording in self.observation.firsts
+            (mode, PairChoice(SearchAgain(self.shadow, one, self.world_size), one, self.world_size, barred, grouped))
+            for mode, one in self.observation.firsts
         ]
         while pairs := self._chosen_pairs(choices):
             try:
-                replay = self._replay(proven, pairs)
+                replay = self._replay(proven, before | pairs)
                 guilty = half_partial(replay, self.shadow.modules)
                 if not guilty:
-                    self._take(replay, [*proven, *pairs])
+                    self._take(replay, [*proven, *before, *pairs])
                     break
                 error = next(iter(guilty.values()))
             except _Blamed as blamed:
                 guilty, error = dict.fromkeys(blamed.groups, blamed.error), blamed.error
-            wrong = [group for index, group in enumerate(pairs, start=len(proven)) if index in guilty] or pairs
+            wrong = [
+                group for index, group in enumerate(pairs, start=len(proven) + len(before)) if index in guilty
+            ] or pairs
             for _, choice in choices:
                 choice.refused |= dict.fromkeys(wrong, error)
-        self.decision.pairs = pairs
+        if not pairs:
+            return
+        self.decision.pairs = before | pairs
         every = [choice for _, choice in choices]
-        self.decision.gathering = names_gathering(every, pairs)
-        self.decision.cut_results = tuple(replay.cut_results) if pairs else ()
-        self.decision.result_bytes = sent_for_results(every, pairs)
+        self.decision.gathering |= names_gathering(every, pairs)
+        self.decision.cut_results = tuple(replay.cut_results)
+        self.decision.result_bytes += sent_for_results(every, pairs)
 
     def _chosen_pairs(self, choices: Sequence[tuple[Mode, PairChoice]]) -> dict[Group, Proof]:
         """A choice for each first run, of layers that those before it have left."""
@@ -412,7 +422,7 @@ class _Decider:
             found, refused = choice.choose({name for group in pairs for name in group.layers})
             pairs |= found
             unpaired |= refused
-        self.decision.unpaired = {group: error for group, error in unpaired.items() if group not in pairs}
+        self.decision.unpaired |= {group: error for group, error in unpaired.items() if group not in pairs}
         return pairs
 
     def _replay(self, proofs: Mapping[Group, Proof], pairs: Mapping[Group, Proof] | None = None) -> Replay:
@@ -441,6 +451,7 @@ class _Decider:
             widths |= {name: sum(proof.segments[name]) for name in proof.copies}
         for number, (group, proof) in enumerate(pairs.items(), start=len(proofs)):
             roles = both_roles(roles, roles_of(group, self.shadow, proof, number))
+            attributes |= proof.attributes
         count = len(proofs) + len(pairs)
         for name, role in self.forced.items():
             roles.setdefault(name, replace(role, group=count))

@@ -29,17 +29,16 @@ def pair_choices(decision: Decision, shadow: Shadow, world_size: int) -> dict[st
     taken = {name: group for group in decision.pairs for name in group.rows}
     given = {name: group for group in decision.pairs for name in group.columns}
     for name in dict.fromkeys([*given, *taken]):
-        gathers = name in decision.gathering
-        style = style_in_pairs(
-            convolution=name in shadow.convolutions, takes=name in taken, gives=name in given, gathers=gathers
-        )
-        does = "gathers" if gathers else "sums"
+        gathers, grouped = name in decision.gathering, name in shadow.grouped
+        convolution = shadow.sizes[name].kind == "convolution"
+        style = style_in_pairs(convolution=convolution, takes=name in taken, gives=name in given, gathers=gathers)
+        does = "gathers" if gathers else "takes" if grouped else "sums"
         what = f"{does} what {_last_names(taken[name].columns)} cut" if name in taken else "by channels"
         if name in given:
             sizes = decision.pairs[given[name]].segments[name]
             if len(sizes) > 1 and not isinstance(style, Row):
                 style, what = replace(style, segments=sizes), "by channels of each segment"
-            between = ", and gives channels" if gathers else ", and scatters the sum"
+            between = ", and gives channels" if gathers or grouped else ", and scatters the sum"
             scattered = between if name in taken else ""
             what = f"{what}{scattered}, up to {_last_names(given[name].rows)}"
         if name in taken and isinstance(style, Channels):
@@ -67,8 +66,9 @@ def _last_names(names: Iterable[str]) -> str:
 
 
 def numbers_by_channel(decision: Decision, shadow: Shadow, world_size: int) -> Attributes:
-    """How many groups each rank has of modules that work on groups of channels."""
-    return {
+    """How many groups each rank has of modules that work on groups of channels, and numbers that code between reads."""
+    read = {key: values for proof in decision.pairs.values() for key, values in proof.attributes.items()}
+    return read | {
         (name, attribute): values
         for name, parts in _parts(decision, shadow, world_size).items()
         for attribute, values in parts.numbers.items()

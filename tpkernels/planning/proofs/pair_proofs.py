@@ -9,14 +9,15 @@ module as a whole (a slope for each channel), that is cut with it; so are the bu
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
-from itertools import islice, pairwise, product
+from itertools import islice, pairwise, product, takewhile
 from math import prod
 
 import torch
 from torch import nn
 
-from tpkernels.planning.proofs.hypotheses import Proof, Slice
+from tpkernels.planning.proofs.hypotheses import Attributes, Proof, Slice
 from tpkernels.planning.proofs.search import Search
 from tpkernels.planning.replays.gate_rules import halves_of
 from tpkernels.planning.replays.replay import Replay
@@ -30,8 +31,8 @@ from tpkernels.planning.splits import Unproven, share
 
 __all__ = ["prove", "roles_of"]
 
-MOST_LAYOUTS, MOST_SLICES = 8, 64
-"""Attempts for one group, and how often tensors of other modules are cut with it."""
+MOST_LAYOUTS, MOST_NUMBERS, MOST_SLICES = 8, 24, 64
+"""Attempts for one group, by layout and by numbers that code reads; and how often tensors of other modules are cut."""
 aten = torch.ops.aten
 
 
@@ -57,7 +58,25 @@ def prove(search: Search, recording: Recording, group: Group, world_size: int) -
             failures.append(error)
             if not error.segmented:
                 break
+    for attributes in islice(_numbers(search, group, scope, world_size), MOST_NUMBERS):
+        with suppress(Unproven):
+            pieces = {name: (search.shadow.sizes[name].out_features,) for name in group.columns}
+            return _sliced(search, recording, group, Proof(pieces, attributes), world_size)
     raise next((error for error in failures if not error.segmented), failures[0])
+
+
+def _numbers(search: Search, group: Group, scope: Scope, world_size: int) -> Iterator[Attributes]:
+    """Numbers of heads and channels that code reads, where convolutions in groups are ends of the group: SqueezeBERT's
+    make queries, keys and values.  Those of modules around the layers alone: a block like them may run in the scope."""
+    shadow = search.shadow
+    if not {*group.layers} & shadow.grouped.keys():
+        return
+    levels = zip(*(name.split(".")[:-1] for name in group.layers), strict=False)
+    around = "".join(f"{level[0]}." for level in takewhile(lambda level: len({*level}) == 1, levels))
+    for attributes in search.attribute_sets([scope], world_size):
+        own = {key: values for key, values in attributes.items() if f"{key[0]}.".startswith(around)}
+        if own and not {name for name, _ in own} & (shadow.convolutions.keys() | {*shadow.by_channel}):
+            yield own
 
 
 def _layouts(shadow: Shadow, recording: Recording, group: Group, scope: Scope) -> Iterator[dict[str, tuple[int, ...]]]:
@@ -99,7 +118,7 @@ def _sliced(search: Search, recording: Recording, group: Group, proof: Proof, wo
         replay = None
         try:
             for rank in unlike_ranks(roles, world_size):
-                replay = Replay(search.shadow, recording, roles, {}, world_size, rank)
+                replay = Replay(search.shadow, recording, roles, proof.attributes, world_size, rank)
                 replay.run_scope(scope)
         except Unproven as error:
             if error.taken is not None and error.taken[0] not in proof.taken:

@@ -105,7 +105,8 @@ class Neighbours:
 
     @cached_property
     def _components_of_channels(self) -> list[Component]:
-        return [one for _, recording in self._observation.firsts for one in components(recording, convolutions=True)]
+        firsts = [(one, one.shadow.convolutions.keys()) for _, one in self._observation.firsts]
+        return [one for recording, names in firsts for one in components(recording, convolutions=names)]
 
     def _opaque_around(self, name: str) -> str:
         shadow, recording = self._observation.shadow, self._observation.recording

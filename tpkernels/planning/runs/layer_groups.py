@@ -82,11 +82,13 @@ class Component:
     """and whether an opaque module takes any of it, or random ops run before a result."""
 
 
-def find_groups(recording: Recording, *, convolutions: bool = False, without: Edges = frozenset()) -> list[Group]:
+def find_groups(
+    recording: Recording, *, convolutions: Set[str] = frozenset(), without: Edges = frozenset()
+) -> list[Group]:
     """All groups that could be cut, smallest first, and by order of calls; behind them those of which less is cut.
 
-    ``convolutions``: those over all channels count as layers, and may be columns and rows of one group; groups without
-    one do not count.  ``without``: edges of the graph that give whole tensors, whatever is cut.
+    ``convolutions``: those that count as layers, and may be columns and rows of one group; groups without one do not
+    count.  ``without``: edges of the graph that give whole tensors, whatever is cut.
     """
     order = {event.layer: index for index, event in reversed(list(enumerate(recording.events))) if event.layer}
     if convolutions:
@@ -96,7 +98,7 @@ def find_groups(recording: Recording, *, convolutions: bool = False, without: Ed
     groups: list[Group] = []
     fed: list[Group] = []
     for one in components(recording, convolutions=convolutions, without=without):
-        first = _channel_ways(one, recording.convolution_inputs.keys()) if convolutions else _ways(one)
+        first = _channel_ways(one, convolutions) if convolutions else _ways(one)
         less = () if convolutions else (
             *_fed_ways(one, tables), *_ways_beside(one, tables, layers), *_scattered_ways(one, layers)
         )  # fmt: skip
@@ -121,9 +123,12 @@ def find_groups(recording: Recording, *, convolutions: bool = False, without: Ed
     return sorted(groups, key=place) + sorted(fed, key=place)
 
 
-def components(recording: Recording, *, convolutions: bool = False, without: Edges = frozenset()) -> list[Component]:
+def components(
+    recording: Recording, *, convolutions: Set[str] = frozenset(), without: Edges = frozenset()
+) -> list[Component]:
     """All layers that take something from others, with these; ``convolutions`` and ``without`` as above."""
-    taken = recording.layer_inputs | (recording.convolution_inputs if convolutions else {})
+    beside = {name: inputs for name, inputs in recording.convolution_inputs.items() if name in convolutions}
+    taken = recording.layer_inputs | beside
     walks = {
         layer: _walk_back(recording, inputs, convolutions, without)
         for layer, inputs in (taken | _left_of(recording, without)).items()
@@ -244,12 +249,12 @@ def _left_of(recording: Recording, without: Edges) -> dict[str, list[int]]:
 
 
 def _walk_back(
-    recording: Recording, start: list[int], convolutions: bool, without: Edges
+    recording: Recording, start: list[int], convolutions: Set[str], without: Edges
 ) -> tuple[set[str], bool, bool]:
     """Layers whose outputs reach nodes ``start``; whether nothing else does that may want a gradient, an input of the
     model or the result of an opaque module; whether random ops are between.
 
-    ``convolutions``: those over all channels count as layers.  What is compared, or turned into whole numbers, on the
+    ``convolutions``: those that count as layers.  What is compared, or turned into whole numbers, on the
     way does not count: a mask that is made of the shape of the embeddings gives no features to the layers behind it.
     A part that is compared stays a part, so that the replay still sees it where it matters.
     """
@@ -261,7 +266,7 @@ def _walk_back(
 
 
 def _nodes_behind(
-    recording: Recording, start: list[int], convolutions: bool, without: Edges, *, severed: bool
+    recording: Recording, start: list[int], convolutions: Set[str], without: Edges, *, severed: bool
 ) -> Iterator[Node]:
     """Nodes that reach ``start``, up to the next layers; ``severed``: also by way of whole numbers and conditions."""
     seen, todo = set(start), list(start)
@@ -277,8 +282,8 @@ def _nodes_behind(
             todo += fresh
 
 
-def _layer_of(node: Node, convolutions: bool) -> str | None:
-    return node.layer or (node.convolution if convolutions else None)
+def _layer_of(node: Node, convolutions: Set[str]) -> str | None:
+    return node.layer or (node.convolution if node.convolution in convolutions else None)
 
 
 def _components(sources: dict[str, set[str]]) -> list[tuple[set[str], set[str]]]:

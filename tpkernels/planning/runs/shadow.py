@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from tpkernels.nn.convolution import own_code
 from tpkernels.nn.cut_experts import caller_of
-from tpkernels.planning.modules.channel_modules import channels_of, is_batched, works_by_channel
+from tpkernels.planning.modules.channel_modules import channels_in_groups, channels_of, is_batched, works_by_channel
 from tpkernels.planning.modules.experts import KnownExperts
 from tpkernels.planning.modules.layers import Layer, layer_of, own_base, unswappable
 from tpkernels.planning.modules.numbers import root_of, set_number
@@ -127,6 +127,11 @@ class Shadow:
             name: Layer("convolution", *channels)
             for name, module in self.modules.items() if (channels := channels_of(module)) is not None
         }  # fmt: skip
+        self.grouped = {
+            name: Layer("convolution", *channels)
+            for name, module in self.modules.items() if (channels := channels_in_groups(module)) is not None
+        }  # fmt: skip
+        """Convolutions in groups, which may be ends of pairs as well."""
         self.by_channel = {name for name, module in self.modules.items() if works_by_channel(module)}
         self.owners: dict[int, str] = {}
         """Layers by the ids of their parameters."""
@@ -183,7 +188,7 @@ class Shadow:
     @property
     def sizes(self) -> Mapping[str, Layer]:
         """Of whatever may be cut in a group."""
-        return {**self.layers, **self.convolutions}
+        return {**self.layers, **self.convolutions, **self.grouped}
 
     def set_mode(self, mode: Mode) -> None:
         """Set the mode of the runs that follow."""

@@ -293,7 +293,7 @@ class Recording(Session):
         y: Tensor = forward(x)
         shapes = tuple(x.shape), tuple(y.shape)
         self.channel_calls[start] = ChannelCall(name, len(self.events), source, self.source(y), *shapes, y.dtype)
-        if name in self.shadow.convolutions:
+        if name in self.shadow.convolutions or name in self.shadow.grouped:
             self.convolution_inputs.setdefault(name, []).extend(inputs)
             behind = [self._node_of[id(y)]] if id(y) in self._node_of else []
             self.nodes.append(Node(behind, convolution=name))
