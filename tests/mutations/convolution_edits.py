@@ -112,9 +112,7 @@ CONVOLUTIONS = (
         "nn/paired_convolution.py", "own * self.groups // self.in_channels", "self.groups", f"{GROUPED} -k values_and"
     ),
     Edit("nn/paired_convolution.py", "segments or taken or gathers", "segments or taken", f"{GROUPED} -k no_input"),
-    Edit(
-        "planning/proofs/pair_proofs.py", 'if f"{key[0]}.".startswith(around)', "if True", f"{GROUPED} -k gather_what"
-    ),
+    Edit("planning/proofs/pair_proofs.py", 'if f"{key[0]}.".startswith(around)', "if key", f"{GROUPED} -k gather_what"),
     Edit(
         "planning/proofs/convolution_pairs.py",
         "if name in shadow.grouped and",

@@ -169,7 +169,8 @@ def test_overrides_keep_a_pair_apart_and_cannot_ask_for_half_of_one() -> None:
     with pytest.raises(ValueError, match="segments are of a convolution that takes whole tensors and gives"):
         Channels(segments=(3, 3))
     for module, options, why in (
-        (nn.Conv1d(4, 6, 3, groups=2), {"inputs": True}, "has 2 groups"),
+        (nn.Conv1d(4, 6, 3, groups=2), {"inputs": True}, r"too few groups of channels \(2\) for 3 ranks"),
+        (nn.Conv1d(6, 6, 3, groups=3), {"inputs": True, "taken": (3, 3)}, "has 3 groups of channels, which are in no"),
         (nn.Conv1d(6, 2, 3), {"inputs": True, "outputs": True}, r"has too few channels \(2\) for 3 ranks"),
         (nn.Conv1d(2, 6, 3), {"inputs": True}, r"takes too few channels \(2\) for 3 ranks"),
         (nn.Conv1d(6, 2, 3), {"inputs": False}, r"has too few channels \(2\) for 3 ranks"),
