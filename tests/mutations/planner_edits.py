@@ -31,7 +31,9 @@ TIED = "tests/planning/test_tied_groups.py -m cpu"
 SCATTERED = "tests/planning/test_scattered_sums.py"
 
 PLANNER = (
-    Edit("planning/planner.py", "enough or any(", "any(", "tests/planning/test_uneven_heads.py -k one_stage"),
+    Edit(
+        "planning/proofs/head_counts.py", "enough or any(", "any(", "tests/planning/test_uneven_heads.py -k one_stage"
+    ),
     Edit("planning/runs/shadow.py", "put(self.modules, noting.before)", "pass", f"{STATE} -k 'table or buffer'"),
     Edit(
         "planning/runs/module_state.py",

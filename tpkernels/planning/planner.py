@@ -30,6 +30,7 @@ from tpkernels.planning.modules.layers import Layer, layer_of, own_base
 from tpkernels.planning.modules.source_reads import maybe_read
 from tpkernels.planning.proofs.asked_roles import asked_in_other_pieces, roles_asked_for
 from tpkernels.planning.proofs.decision import OWN_CODE, Decision, decide
+from tpkernels.planning.proofs.head_counts import refuse_more_ranks_than_heads
 from tpkernels.planning.proofs.hypotheses import Attributes, Slice
 from tpkernels.planning.proofs.inner_blocks import find_inner_blocks
 from tpkernels.planning.proofs.pair_choices import numbers_by_channel, pair_choices, refuse_by_hand, seen_elsewhere
@@ -40,11 +41,10 @@ from tpkernels.planning.proofs.why_alone import Neighbours
 from tpkernels.planning.replays.replay import Role
 from tpkernels.planning.replays.sequence_flow import Stream, follow
 from tpkernels.planning.runs.example_inputs import Observation, observe
-from tpkernels.planning.runs.layer_groups import SMALL_GROUP
 from tpkernels.planning.runs.row_counts import bytes_of_statistics, count_rows, elements_in, untrained_in
 from tpkernels.planning.runs.trace_leaks import nothing_left
 from tpkernels.planning.runs.weight_reads import called_by_weight
-from tpkernels.planning.splits import degrees, divisor, for_degrees
+from tpkernels.planning.splits import degrees, for_degrees
 from tpkernels.planning.styles import Column, CopiedHeads, Features, PartNorm, Replicate, Row, Sliced, Style
 
 __all__ = ["check_plain", "make_plan"]
@@ -313,7 +313,7 @@ class _Planner:
                 f"the overrides of {names} conflict with the model: {conflicts[0]}; override the layers "
                 'that belong to them as well, or use "column_gather" and "row_split", which fit everywhere'
             )
-        self._check_heads()
+        refuse_more_ranks_than_heads(self.decision, self.world_size, self.model)
         self._choose_slices()
         assert self.observation.shadow is not None
         self.chosen |= pair_choices(self.decision, self.observation.shadow, self.world_size)
@@ -403,24 +403,6 @@ class _Planner:
             self.chosen[name] = Chosen(style, self.hints.source, reason)
         else:
             self.chosen[name] = Chosen(style, "data flow", reason)
-
-    def _check_heads(self) -> None:
-        """Refuse more ranks than heads, unless the model has other attention that can be cut.
-
-        A dimension of one says nothing of heads (MRA's blocks have one): what is seen so is gathered.
-        """
-        small = [(group, error) for group, error in self.decision.refused.items() if group.size <= SMALL_GROUP]
-        most = max((error.count for _, error in small), default=0)
-        enough = most >= max(2, divisor(self.world_size))  # in deeper stages of Swin
-        if enough or any(proof.heads for proof in self.decision.proven.values()):
-            return
-        for group, error in small:
-            if 1 < error.count < divisor(self.world_size):
-                raise ValueError(
-                    f"{self.world_size} ranks are more than the {error.count} heads of "
-                    f"{group.columns[0].rpartition('.')[0] or type(self.model).__name__}: use at most {error.count} "
-                    f'ranks, or overrides={{"{group.columns[0]}": "replicate", ...}} for its layers'
-                )
 
     def _by_rule(self, name: str, layer: Layer) -> Chosen:
         said = self.hints.styles[name][0] if self.hints is not None and name in self.hints.styles else ""

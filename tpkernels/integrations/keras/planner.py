@@ -20,9 +20,10 @@ from tpkernels.integrations.keras.traffic import Traffic
 from tpkernels.planning.proofs.decision import Decision, decide
 from tpkernels.planning.proofs.hypotheses import Proof
 from tpkernels.planning.runs.events import Event
+from tpkernels.planning.runs.example_calls import Example
 from tpkernels.planning.runs.example_inputs import Observation
 from tpkernels.planning.runs.layer_groups import Group
-from tpkernels.planning.runs.trace import Example, Recording
+from tpkernels.planning.runs.trace import Recording
 from tpkernels.planning.splits import as_array_split, share
 
 __all__ = ["EXPANSION", "check_built", "example_of", "make_plan"]

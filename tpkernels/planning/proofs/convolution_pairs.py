@@ -12,8 +12,8 @@ itself.  Convolutions in groups stand between the others, and may be ends of pai
 this rank's channels of a whole tensor, or gather their own.
 
 What stands between is proven by a replay within the module around the group
-(:mod:`tpkernels.planning.proofs.pair_proofs`); :mod:`tpkernels.planning.proofs.decision` proves all of them on the
-whole model.
+(:mod:`tpkernels.planning.proofs.pair_proofs`); :mod:`tpkernels.planning.proofs.decided_pairs` has all of them proven on
+the whole model.
 """
 
 from __future__ import annotations

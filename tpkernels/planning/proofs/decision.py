@@ -2,7 +2,8 @@
 
 It owns the decision.  Groups are taken smallest first, and a layer is a column or a row in at most one of them.  A
 proof that was found for one block is tried first on the blocks like it.  A replay of the whole model with all that was
-found decides: a group that it blames is given up, and the replay is repeated.
+found decides (:mod:`tpkernels.planning.proofs.whole_replays`): a group that it blames is given up, and the replay is
+repeated.  Pairs of convolutions follow (:mod:`tpkernels.planning.proofs.decided_pairs`).
 
 A plan for several numbers of ranks (:func:`tpkernels.planning.splits.for_degrees`) cuts at each of them what the
 largest one cuts: code with a literal number of heads runs on one rank, and does not on eight.
@@ -16,25 +17,22 @@ from itertools import islice
 from types import MappingProxyType
 from typing import Any
 
-from torch import Tensor
-
 from tpkernels.planning.modules.part_norms import KnownNorm, find_norms
-from tpkernels.planning.proofs.convolution_pairs import PairChoice, names_gathering, sent_for_results
-from tpkernels.planning.proofs.hypotheses import Attributes, Proof, Whole
+from tpkernels.planning.proofs.decided_pairs import decide_pairs
+from tpkernels.planning.proofs.hypotheses import Proof
 from tpkernels.planning.proofs.joined_groups import join
-from tpkernels.planning.proofs.pair_proofs import roles_of
 from tpkernels.planning.proofs.random_draws import may_drop, random_pairs
 from tpkernels.planning.proofs.replay_checks import drawn_for_whole, half_partial
 from tpkernels.planning.proofs.search_again import SearchAgain
 from tpkernels.planning.proofs.search_gathered import prove_gathered
 from tpkernels.planning.proofs.tied_groups import Ties, shared_by_groups, unlike_twins
+from tpkernels.planning.proofs.whole_replays import Blamed, WholeReplays
 from tpkernels.planning.replays.kept_parts import Kept
-from tpkernels.planning.replays.replay import Replay, Role, unlike_ranks
-from tpkernels.planning.replays.roles import both_roles
+from tpkernels.planning.replays.replay import Replay, Role
 from tpkernels.planning.runs.example_inputs import Observation
 from tpkernels.planning.runs.layer_groups import SMALL_GROUP, Group, find_groups
 from tpkernels.planning.runs.session import Scope
-from tpkernels.planning.runs.shadow import MODES, Mode, Shadow
+from tpkernels.planning.runs.shadow import Shadow
 from tpkernels.planning.runs.trace import Recording
 from tpkernels.planning.splits import HandedOn, Unproven, degrees, divisor
 
@@ -132,6 +130,7 @@ class _Decider:
         self.observation, self.shadow, self.recording = observation, shadow, recording
         self.world_size, self.excluded, self.forced = world_size, excluded, forced
         self.search = SearchAgain(shadow, recording, world_size)
+        self.replays = WholeReplays(observation, shadow, world_size, self.search, forced)
         self.scopes: dict[Group, str] = {}
         """The modules around the groups."""
         self.noisy: set[Group] = set()
@@ -319,8 +318,8 @@ class _Decider:
     def _holds_together(self, trial: Mapping[Group, Proof], tries: int) -> Mapping[Group, Proof] | None:
         """The trial, if it holds on the whole model, or one with parameters cut that met parts as a whole."""
         try:
-            self._replay(self.decision.proven | dict(trial))
-        except _Blamed as blamed:
+            self.replays.run(self.decision.proven | dict(trial))
+        except Blamed as blamed:
             first, error = next(iter(trial)), blamed.error
             cuts = self.search.more_slices(trial[first], error) if tries and self.says_all else ()
             found = (self._holds_together({**trial, first: proof}, tries - 1) for proof in cuts)
@@ -334,8 +333,8 @@ class _Decider:
                 self._give_up(unlike)
             groups = list(self.decision.proven)
             try:
-                replay = self._replay(self.decision.proven)
-            except _Blamed as blamed:
+                replay = self.replays.run(self.decision.proven)
+            except Blamed as blamed:
                 guilty = [groups[index] for index in blamed.groups if index < len(groups)]
                 if isinstance(blamed.error, HandedOn) and guilty:
                     proof, given = self.decision.proven[guilty[0]], blamed.error.argument
@@ -377,7 +376,7 @@ class _Decider:
         self.decision.kept = dict(sorted(replay.kept_parts.items()))
 
     def _pair_convolutions(self, grouped: Set[str]) -> None:
-        """Cut convolutions in pairs as well, as far as that holds on the whole model beside what does already.
+        """Cut convolutions in pairs as well, beside what is cut already.
 
         ``grouped``: those in groups that may be ends of pairs, beside the pairs found without.
         """
@@ -386,123 +385,11 @@ class _Decider:
         barred |= {name for group, proof in proven.items() for name in (*group.layers, *proof.feeders)}
         barred |= {name for group in before for name in group.layers}
         barred |= {name.rpartition(".")[0] for proof in (proven | before).values() for name in proof.slices}
-        choices = [
-            (mode, PairChoice(SearchAgain(self.shadow, one, self.world_size), one, self.world_size, barred, grouped))
-            for mode, one in self.observation.firsts
-        ]
-        while pairs := self._chosen_pairs(choices):
-            try:
-                replay = self._replay(proven, before | pairs)
-                guilty = half_partial(replay, self.shadow.modules)
-                if not guilty:
-                    self._take(replay, [*proven, *before, *pairs])
-                    break
-                error = next(iter(guilty.values()))
-            except _Blamed as blamed:
-                guilty, error = dict.fromkeys(blamed.groups, blamed.error), blamed.error
-            wrong = [
-                group for index, group in enumerate(pairs, start=len(proven) + len(before)) if index in guilty
-            ] or pairs
-            for _, choice in choices:
-                choice.refused |= dict.fromkeys(wrong, error)
-        if not pairs:
-            return
-        self.decision.pairs = before | pairs
-        every = [choice for _, choice in choices]
-        self.decision.gathering |= names_gathering(every, pairs)
-        self.decision.cut_results = tuple(replay.cut_results)
-        self.decision.result_bytes += sent_for_results(every, pairs)
-
-    def _chosen_pairs(self, choices: Sequence[tuple[Mode, PairChoice]]) -> dict[Group, Proof]:
-        """A choice for each first run, of layers that those before it have left."""
-        pairs: dict[Group, Proof] = {}
-        unpaired: dict[Group, Unproven] = {}
-        for mode, choice in choices:
-            self.shadow.set_mode(mode)
-            found, refused = choice.choose({name for group in pairs for name in group.layers})
-            pairs |= found
-            unpaired |= refused
-        self.decision.unpaired |= {group: error for group, error in unpaired.items() if group not in pairs}
-        return pairs
-
-    def _replay(self, proofs: Mapping[Group, Proof], pairs: Mapping[Group, Proof] | None = None) -> Replay:
-        """Replay the whole model in every mode; the result knows what all of these replays have found.
-
-        Raises:
-            _Blamed: it does not hold.
-        """
-        try:
-            return self._replay_modes(proofs, pairs or {})
-        finally:
-            self.shadow.set_mode(self.observation.mode)
-
-    def _replay_modes(self, proofs: Mapping[Group, Proof], pairs: Mapping[Group, Proof]) -> Replay:
-        roles: dict[str, Role] = {}
-        attributes: Attributes = {}
-        whole: Whole = {}
-        widths: dict[str, int] = {}
-        for number, (group, proof) in enumerate(proofs.items()):
-            roles |= self.search.roles(
-                group, proof.segments, number, proof.pieces, proof.slices, proof.feeders, proof.copied, proof.behind,
-                proof.arguments,
-            )  # fmt: skip
-            attributes |= proof.attributes
-            whole |= proof.whole_attributes
-            widths |= {name: sum(proof.segments[name]) for name in proof.copies}
-        for number, (group, proof) in enumerate(pairs.items(), start=len(proofs)):
-            roles = both_roles(roles, roles_of(group, self.shadow, proof, number))
-            attributes |= proof.attributes
-        count = len(proofs) + len(pairs)
-        for name, role in self.forced.items():
-            roles.setdefault(name, replace(role, group=count))
-        leaving = frozenset(number for number, one in enumerate(pairs, start=len(proofs)) if one.results)
-        results: list[dict[tuple[int, int, int], Tensor]] = []
-        ranks = unlike_ranks(roles, self.world_size)
-        merged: Replay | None = None
-        begun_after = {id(recording.after) for _, recording in self.observation.recordings}
-        ran: dict[int, list[Replay]] = {}
-        for mode, recording in self.observation.recordings:
-            call, first, after = self.observation.calls[id(recording)], id(recording), recording.after
-            self.shadow.set_mode(mode)
-            if widths:
-                dice = recording.dice
-                recording = Recording(self.shadow, whole, widths, recording.after, recording.paths, recording.turns)
-                recording.dice = dice
-                recording.run(call)
-            replays = [Replay(self.shadow, recording, roles, attributes, self.world_size, rank) for rank in ranks]
-            for number, replay in enumerate(replays):
-                replay.may_leave = leaving
-                try:
-                    if merged is not None:
-                        replay.know(merged)
-                    if after is not None:
-                        replay.begin_after(ran[id(after)][number] if id(after) in ran else None)
-                    replay.run_model(call)
-                except Unproven as error:
-                    raise _Blamed(_in_mode(error, mode), replay.blame) from error
-            if any(replay.partial != replays[0].partial for replay in replays):
-                unlike = Unproven("ranks of different sizes would have gradients of different kinds")
-                raise _Blamed(unlike, range(count))
-            merged = replays[0]
-            results += [] if call.method else [merged.cut_results]
-            if any(one.keys() != results[0].keys() for one in results):
-                raise _Blamed(Unproven("calls of the model return results that are cut otherwise"), leaving)
-            if first in begun_after:
-                ran[first] = replays
-        assert merged is not None
-        merged.cut_results = results[0] if results else {}
-        return merged
-
-
-class _Blamed(Unproven):
-    def __init__(self, error: Unproven, groups: Iterable[int]) -> None:
-        super().__init__(error.reason, count=error.count)
-        self.error, self.groups = error, frozenset(groups)
-
-
-def _in_mode(error: Unproven, mode: Mode) -> Unproven:
-    return (
-        error
-        if mode == MODES[0] or isinstance(error, HandedOn)
-        else Unproven(f"{error.reason} (in {mode})", count=error.count)
-    )
+        found = decide_pairs(self.replays, proven, before, barred, grouped)
+        self.decision.unpaired |= found.unpaired
+        if found.replay is not None:
+            self._take(found.replay, [*proven, *before, *found.pairs])
+            self.decision.pairs = before | found.pairs
+            self.decision.gathering |= found.gathering
+            self.decision.cut_results = tuple(found.replay.cut_results)
+            self.decision.result_bytes += found.result_bytes

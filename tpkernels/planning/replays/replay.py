@@ -30,11 +30,12 @@ from tpkernels.planning.replays.op_call import crossed, is_pointwise
 from tpkernels.planning.replays.roles import Role, unlike_ranks
 from tpkernels.planning.replays.rules import RULES, Call, pointwise
 from tpkernels.planning.runs.events import TRANSPARENT, Event, Shape, as_shapes, canonical, constant_of, is_random
+from tpkernels.planning.runs.example_calls import Example
 from tpkernels.planning.runs.op_arguments import numbers_in, same_scalars, shapes_in, without_sizes
 from tpkernels.planning.runs.session import Scope
 from tpkernels.planning.runs.shadow import Shadow
 from tpkernels.planning.runs.tensors import storage_of, tensors_in
-from tpkernels.planning.runs.trace import Example, Recording
+from tpkernels.planning.runs.trace import Recording
 from tpkernels.planning.splits import CROSSED, HandedOn, Split, Unproven, divisor, how, part_of_constant, raised
 
 __all__ = ["Replay", "Role", "unlike_ranks"]

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from tpkernels.planning.modules.experts import CalledOtherwise, KnownExperts, find_experts
+from tpkernels.planning.runs.example_calls import Example
 from tpkernels.planning.runs.guessed_inputs import (
     Call,
     Tokens,
@@ -26,7 +27,7 @@ from tpkernels.planning.runs.host_draws import BETWEEN, COME, ENDS, DecidedByDra
 from tpkernels.planning.runs.opaque_modules import NeedsValues, record
 from tpkernels.planning.runs.shadow import MODES, Mode, Shadow
 from tpkernels.planning.runs.tensors import tensors_in
-from tpkernels.planning.runs.trace import Example, Recording
+from tpkernels.planning.runs.trace import Recording
 from tpkernels.planning.runs.trace_leaks import Watch
 
 __all__ = ["Observation", "as_call", "as_calls", "observe"]

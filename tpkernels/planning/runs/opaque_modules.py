@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from tpkernels.planning.modules.experts import CalledOtherwise
 from tpkernels.planning.runs.conditions import MOST_PATHS, Path, paths_after
 from tpkernels.planning.runs.events import NotOpaque, Opaque
+from tpkernels.planning.runs.example_calls import Example
 from tpkernels.planning.runs.fake_answers import GUESSES, Guess
 from tpkernels.planning.runs.known_values import Changes
 from tpkernels.planning.runs.shadow import Shadow
@@ -39,7 +40,7 @@ from tpkernels.planning.runs.shared_conditions import (
     turns_of,
 )
 from tpkernels.planning.runs.tensors import storage_of
-from tpkernels.planning.runs.trace import Example, Recording
+from tpkernels.planning.runs.trace import Recording
 
 __all__ = ["NeedsValues", "record"]
 

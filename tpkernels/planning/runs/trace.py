@@ -11,11 +11,9 @@ says so (:mod:`tpkernels.planning.runs.opaque_modules`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_leaves
 
@@ -38,33 +36,14 @@ from tpkernels.planning.runs.events import (
     constant_of,
     is_random,
 )
+from tpkernels.planning.runs.example_calls import Example
 from tpkernels.planning.runs.function_calls import StatisticCall
 from tpkernels.planning.runs.session import BLANK, Node, Scope, Session
 from tpkernels.planning.runs.shadow import Shadow
 from tpkernels.planning.runs.shared_conditions import Turns
 from tpkernels.planning.runs.tensors import can_require_grad, storage_of, tensors_in
 
-__all__ = ["Example", "Recording"]
-
-
-@dataclass(frozen=True)
-class Example:
-    """How a run is begun: the model with these arguments, one of its methods, or a module of it, by name."""
-
-    method: str
-    args: Any
-    kwargs: Any
-
-    def of(self, model: nn.Module) -> Any:
-        """What is called."""
-        begun = self._begun(model)
-        return begun.forward if isinstance(begun, nn.Module) else begun
-
-    def run(self, model: nn.Module) -> Any:
-        return self._begun(model)(*self.args, **self.kwargs)
-
-    def _begun(self, model: nn.Module) -> Any:
-        return attrgetter(self.method)(model) if self.method else model
+__all__ = ["Recording"]
 
 
 class Recording(Session):

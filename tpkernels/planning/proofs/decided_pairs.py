@@ -1,0 +1,89 @@
+"""Which convolutions are cut in pairs beside the groups that hold already, as far as that holds on the whole model.
+
+It owns the way there: each first run of an example has its choice (:mod:`tpkernels.planning.proofs.convolution_pairs`),
+and what a replay of the whole model blames is chosen no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+
+from tpkernels.planning.proofs.convolution_pairs import PairChoice, names_gathering, sent_for_results
+from tpkernels.planning.proofs.hypotheses import Proof
+from tpkernels.planning.proofs.replay_checks import half_partial
+from tpkernels.planning.proofs.search_again import SearchAgain
+from tpkernels.planning.proofs.whole_replays import Blamed, WholeReplays
+from tpkernels.planning.replays.replay import Replay
+from tpkernels.planning.runs.layer_groups import Group
+from tpkernels.planning.runs.shadow import Mode
+from tpkernels.planning.splits import Unproven
+
+__all__ = ["DecidedPairs", "decide_pairs"]
+
+
+@dataclass
+class DecidedPairs:
+    """Those that hold, and why others are not taken."""
+
+    pairs: dict[Group, Proof] = field(default_factory=dict)
+    unpaired: dict[Group, Unproven] = field(default_factory=dict)
+    replay: Replay | None = None
+    """Of the whole model with them; None if there are none."""
+    gathering: set[str] = field(default_factory=set)
+    """Convolutions that take and give channels that are cut, and gather the ones."""
+    result_bytes: int = 0
+    """Sent to gather what the model returns of them."""
+
+
+def decide_pairs(
+    replays: WholeReplays,
+    proven: Mapping[Group, Proof],
+    before: Mapping[Group, Proof],
+    barred: Container[str],
+    grouped: Set[str],
+) -> DecidedPairs:
+    """Choose pairs until a replay of the whole model holds.
+
+    Args:
+        proven: groups of layers that hold.
+        before: pairs that hold.
+        barred: layers, and modules with parameters, that are cut already, or may not be.
+        grouped: convolutions in groups that may be ends of pairs; then only pairs with one of them count.
+    """
+    shadow, world_size, firsts = replays.shadow, replays.world_size, replays.observation.firsts
+    choices = [
+        (mode, PairChoice(SearchAgain(shadow, one, world_size), one, world_size, barred, grouped))
+        for mode, one in firsts
+    ]
+    every, number = [choice for _, choice in choices], len(proven) + len(before)
+    while True:
+        found = _chosen(replays, choices)
+        if not found.pairs:
+            return found
+        try:
+            found.replay = replays.run(proven, {**before, **found.pairs})
+            guilty = half_partial(found.replay, shadow.modules)
+            if not guilty:
+                break
+            error = next(iter(guilty.values()))
+        except Blamed as blamed:
+            guilty, error = dict.fromkeys(blamed.groups, blamed.error), blamed.error
+        wrong = [group for index, group in enumerate(found.pairs, start=number) if index in guilty] or found.pairs
+        for choice in every:
+            choice.refused |= dict.fromkeys(wrong, error)
+    found.gathering = names_gathering(every, found.pairs)
+    found.result_bytes = sent_for_results(every, found.pairs)
+    return found
+
+
+def _chosen(replays: WholeReplays, choices: Sequence[tuple[Mode, PairChoice]]) -> DecidedPairs:
+    """A choice for each first run, of layers that those before it have left."""
+    found = DecidedPairs()
+    for mode, choice in choices:
+        replays.shadow.set_mode(mode)
+        chosen, refused = choice.choose({name for group in found.pairs for name in group.layers})
+        found.pairs |= chosen
+        found.unpaired |= refused
+    found.unpaired = {group: error for group, error in found.unpaired.items() if group not in found.pairs}
+    return found
