@@ -19,7 +19,7 @@ from torch import Tensor
 from tpkernels.nn import column, copied_heads, embedding, replicated, row, shared_input
 from tpkernels.nn.row import RowParallelLinear
 from tpkernels.planning import planner
-from tpkernels.planning.proofs import decision, search
+from tpkernels.planning.proofs import decided_pairs, decision, search, whole_replays
 from tpkernels.planning.replays import replay, rules, sequence_flow
 from tpkernels.planning.runs import example_inputs, trace
 from tpkernels.planning.runs.session import Session
@@ -287,13 +287,13 @@ def _planner() -> dict[str, Fault]:
         "a row takes any layout": lambda: _patched((replay.Replay, "layer_called", _row_input_unchecked())),
         "a column takes a part": lambda: _patched((replay.Replay, "layer_called", _whole_input_unchecked())),
         "half of a module may be partial": lambda: _patched(
-            (decision, "half_partial", lambda replay, modules: {})
+            *((module, "half_partial", lambda replay, modules: {}) for module in (decision, decided_pairs))
         ),
         "gradients of partial parameters are not planned": lambda: _patched(
             (decision._Decider, "run", _without_partial())
         ),
         "ranks of other sizes than the first are like it": lambda: _patched(
-            *((module, "unlike_ranks", lambda roles, world_size: [0]) for module in (search, decision))
+            *((module, "unlike_ranks", lambda roles, world_size: [0]) for module in (search, whole_replays))
         ),
         "runs are without gradients": lambda: _patched(
             (example_inputs, "MODES", (Mode(True, False), Mode(False, False)))

@@ -20,6 +20,7 @@ from tpkernels.testing.spawn import Pools
 WIDTH, GROUPS, LENGTH = 16, 4, 5
 X = torch.randn(2, LENGTH, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
 GIVES, TAKES, BOTH = Channels(gather_output=False), Channels(inputs=True), Channels(inputs=True, gather_output=False)
+GATHERS = Channels(inputs=True, gather_output=False, gather_input=True)
 
 
 def conv(taken: int, given: int, groups: int = GROUPS) -> nn.Conv1d:
@@ -76,6 +77,19 @@ class Model(nn.Module):
         return y
 
 
+class Stream(nn.Module):
+    """Groups around a convolution over all channels that gives more than it takes, up to what the model returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.wide, self.last = conv(WIDTH, WIDTH), conv(WIDTH, 64, 1), conv(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.wide(self.first(x.transpose(1, 2)).relu())
+        z: Tensor = self.last(y) + y
+        return z
+
+
 @pytest.mark.cpu
 @pytest.mark.parametrize("how", ["", "three"])
 def test_groups_take_their_channels_of_a_whole_tensor_and_gather_what_they_give(how: str) -> None:
@@ -110,17 +124,25 @@ def test_what_groups_of_one_rank_could_not_make_is_gathered(how: str, world: int
 @pytest.mark.cpu
 def test_groups_gather_no_input() -> None:
     """A convolution over all channels may gather what it takes; ranks have no use for the groups of others."""
-    gathers = Channels(inputs=True, gather_output=False, gather_input=True)
-    check_channels("inner", conv(32, 32, 1), 2, gathers)
+    check_channels("inner", conv(32, 32, 1), 2, GATHERS)
     with pytest.raises(ValueError, match="4 groups of channels, which are in no segments and gather no input"):
-        check_channels("inner", conv(32, 32), 2, gathers)
+        check_channels("inner", conv(32, 32), 2, GATHERS)
+
+
+@pytest.mark.cpu
+def test_groups_are_neighbours_of_what_gathers_its_input_and_of_a_result() -> None:
+    plan = tpk.make_plan(Stream(), 2, example_inputs=X.float())
+    assert [plan[name].style for name in ("first", "wide", "last")] == [GIVES, GATHERS, BOTH]
+    assert plan.cut_results == ((0, 1, 64),) and plan.result_bytes == 64 * LENGTH * 2 * 4 // 2
+    assert (plan["last"].forward, plan["last"].backward, plan["last"].wire_bytes) == ("-", "-", 0)
 
 
 def by_value() -> list[str]:
     torch.manual_seed(3)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UnprovenCallWarning)
-        return [why for how in ("", "three") for why in problems(how, Model(how), X.clone(), "mlp.2")]
+        stream = [why for why in problems("stream", Stream(), X.clone(), "wide") if why != "stream is not cut"]
+        return stream + [why for how in ("", "three") for why in problems(how, Model(how), X.clone(), "mlp.2")]
 
 
 @pytest.mark.gloo

@@ -97,7 +97,7 @@ def test_a_model_that_fails_on_the_smallest_rank_alone_is_not_cut(monkeypatch: p
     x = torch.zeros(2, 7, 40)
     assert tpk.make_plan(Squeezing(40, 10), 3, example_inputs=x)["proj"].style == Row(unit=4)  # 4, 4, 2
     assert tpk.make_plan(Squeezing(40, 10), 4, example_inputs=x)["proj"].style == Column(gather_output=True)
-    for module in ("search", "decision"):  # the fault: what holds for the first rank is taken to hold for all
+    for module in ("search", "whole_replays"):  # the fault: what holds for the first rank is taken to hold for all
         monkeypatch.setattr(f"tpkernels.planning.proofs.{module}.unlike_ranks", lambda roles, world_size: [0])
     assert tpk.make_plan(Squeezing(40, 10), 4, example_inputs=x)["proj"].style == Row(unit=4)
 
