@@ -276,12 +276,6 @@ PLANNER = (
     ),
     Edit("nn/gathered_arguments.py", "replicated_grad=True", "replicated_grad=False", f"{GATHERED} -k values_and"),
     Edit(
-        "planning/proofs/search_gathered.py",
-        "None if group.gathered else super()._with_copies(",
-        "super()._with_copies(",
-        f"{GATHERED} -k could_not",
-    ),
-    Edit(
         "planning/replays/gather_steps.py",
         "split is None or split != role.split(x.dim() - 1)",
         "False",
