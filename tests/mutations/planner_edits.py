@@ -24,6 +24,7 @@ STATISTICS = "tests/planning/test_part_statistics.py"
 JOINED = "tests/planning/test_joined_groups.py"
 GATHERED = "tests/planning/test_gathered_arguments.py"
 RESPONSE = "tests/planning/test_response_norm.py"
+KEPT = "tests/planning/test_kept_parts.py"
 APART = "tests/planning/test_heads_apart.py -m cpu"
 CROSSED = "tests/planning/test_crossed_heads.py -m cpu"
 CACHED = "tests/planning/test_heads_apart.py -m gloo -k cache"
@@ -265,6 +266,14 @@ PLANNER = (
         "all_reduce(sizes, mesh)",
         f"{RESPONSE} -k values",
     ),
+    Edit("planning/replays/kept_parts.py", "self._found[key] = held", "pass", f"{KEPT} -k for_its_next"),
+    Edit("planning/replays/kept_parts.py", "attribute in attributes_read(kind)", "True", f"{KEPT} -k gathered"),
+    Edit("planning/proofs/search_states.py", "yield sizes | attributes", "pass", f"{KEPT} -k as_in_one"),
+    Edit("planning/modules/element_code.py", "[one.abs() for one in given]", "given", f"{KEPT} -k above_zero"),
+    Edit("sharding/outputs.py", "type(error) is RuntimeError", "type(error) is ValueError", f"{KEPT} -k what_to_do"),
+    Edit("sharding/followed_calls.py", "misfits(module).items()", "dict[str, str]().items()", f"{KEPT} -k of_the_one"),
+    Edit("sharding/kept_caches.py", "getattr(type(self)._unguarded, name)", "[][0]", f"{KEPT} -k of_the_one"),
+    Edit("planning/replays/kept_parts.py", "split.segments[0] % self.world_size == 0", "1", f"{KEPT} -k divide"),
     Edit("nn/part_norm.py", "variances + (means - mean).square()", "variances", TRAINED),
     Edit("nn/part_norm.py", "(moments, mesh)", "(moments, mesh, replicated_grad=True)", TRAINED),
     Edit("sharding/part_tracking.py", 'name == "all_gather" and not args[4]', "False", TRAINED),

@@ -51,6 +51,8 @@ class RootOfAll(Root):
 class Recurrence(nn.Module):
     """States that the next call begins with; or ``how`` they are not what a plan can follow."""
 
+    state: Any = None
+
     def __init__(self, how: str = "", features: int = FEATURES) -> None:
         super().__init__()
         self.into, self.gate, self.out = (
@@ -60,11 +62,10 @@ class Recurrence(nn.Module):
         )
         self.decay = nn.Parameter(torch.linspace(-1.0, 1.0, features))
         self.wide, self.how = features, how
-        self.state: Any = None
         self.last: Any = None
         self.states: list[Tensor] = []
 
-    def forward(self, x: Tensor, keep: bool = True) -> Tensor:
+    def forward(self, x: Tensor, keep: bool | str = True) -> Tensor:
         h, state = self.into(x), self.state
         if not keep or state is None or len(state) != len(x):
             state = torch.zeros(len(x), self.wide, dtype=x.dtype) if keep else torch.zeros_like(h[:, 0])
@@ -79,10 +80,15 @@ class Recurrence(nn.Module):
             self.states = [state.detach()]
         elif self.how == "for others":
             self.last = state.detach()
+        elif keep == "other things":
+            self.state = torch.zeros(len(x), FEATURES, dtype=x.dtype)
         elif keep:
             self.state = state.detach()
         y: Tensor = self.out(torch.stack(found, 1) * self.gate(x).sigmoid())
         return y
+
+    def forget(self) -> None:
+        del self.state
 
 
 class Model(nn.Module):
@@ -90,7 +96,7 @@ class Model(nn.Module):
         super().__init__()
         self.block, self.how = Recurrence(how, features), how
 
-    def forward(self, x: Tensor, keep: bool = True) -> Tensor:
+    def forward(self, x: Tensor, keep: bool | str = True) -> Tensor:
         if self.how == "read around" and self.block.state is not None:
             x = x + self.block.state.mean()
         y: Tensor = x + self.block(x, keep)
@@ -108,9 +114,10 @@ def test_a_module_may_keep_parts_for_its_next_call(ranks: int) -> None:
     assert tpk.ShardingPlan.from_json(plan.to_json()) == plan
     with pytest.raises(ValueError, match="no module 'other'"):
         dataclasses.replace(plan, kept={"other.state": (1, FEATURES)}).validate(Model())
-    wrong = dataclasses.replace(plan, kept={"block.state": (1, 1)}).to_json()
-    with pytest.raises(ValueError, match=r"kept: block.state must have a dimension and a number"):
-        tpk.ShardingPlan.from_json(wrong)
+    for size in (1, FEATURES + 1):
+        wrong = dataclasses.replace(plan, kept={"block.state": (1, size)}).to_json()
+        with pytest.raises(ValueError, match=r"kept: block.state must have a dimension and a number"):
+            tpk.ShardingPlan.from_json(wrong)
 
 
 @pytest.mark.cpu
@@ -119,7 +126,7 @@ def test_a_module_may_keep_parts_for_its_next_call(ranks: int) -> None:
     [
         ("in a list", "kept by the model as block.states"),
         ("for others", "kept by the model as block.last"),
-        ("sums its state", "the dimension that is cut is reduced"),
+        ("sums its state", "an activation that is whole meets parts"),
         ("read around", "all elements are reduced"),
     ],
 )
@@ -171,6 +178,11 @@ def calls_by_value() -> list[str]:
     for net in (model, plain):
         net.block.state = torch.ones(3, FEATURES, dtype=torch.float64)
     wrong += [f"given: {why}" for why in [differs(model(X), plain(X), LIMIT)] if why]
+    for net in (model, plain):
+        net.block.forget()
+    wrong += [f"forgotten: {why}" for why in [differs(model(X), plain(X), LIMIT)] if why]
+    with pytest.raises(ValueError, match=r"block.state keeps a tensor of \[3, 12\], which is not this rank's"):
+        model(X, keep="other things")
     plan = tpk.make_plan(Model().double(), mesh, example_inputs=X)
     late = tpk.parallelize(copy.deepcopy(plain), mesh, plan)  # it has been called before
     return wrong + [f"late: {why}" for why in [differs(late(X), plain(X), LIMIT)] if why]
@@ -180,6 +192,20 @@ def calls_by_value() -> list[str]:
 @pytest.mark.parametrize("world", [2, 3])
 def test_each_call_begins_with_the_state_of_the_one_before(ranks: Pools, world: int) -> None:
     assert ranks(world).run(calls_by_value, timeout=LIMIT_S) == [[]] * world
+
+
+def unproven_call() -> list[str]:
+    model = tpk.parallelize(Model().double(), tp_mesh(), example_inputs={"x": X, "keep": False})
+    model(X, keep=False)
+    with pytest.raises(RuntimeError, match="size of tensor") as raised:
+        model(X)
+    return [note for note in raised.value.__notes__ if "make the plan with example_inputs" in note]
+
+
+@pytest.mark.gloo
+def test_a_call_that_keeps_a_state_and_was_not_proven_raises_and_says_what_to_do(ranks: Pools) -> None:
+    notes = ranks(2).run(unproven_call, timeout=LIMIT_S)
+    assert [len(some) for some in notes] == [1, 1]
 
 
 class Cell(nn.Module):

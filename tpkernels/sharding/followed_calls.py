@@ -29,7 +29,7 @@ from tpkernels.nn.sliced import read_packed, sliced_parameters
 from tpkernels.partition import chunk_sizes
 from tpkernels.planning.splits import Split
 from tpkernels.sharding import nested_tensors
-from tpkernels.sharding.kept_caches import kept_attributes
+from tpkernels.sharding.kept_caches import kept_attributes, misfits
 from tpkernels.sharding.part_tracking import Parts
 
 __all__ = ["Followed", "foreign_hooks"]
@@ -162,8 +162,11 @@ class Followed(AbstractContextManager["Followed"]):
         return self.parts.of(leaf.tensor) is not None
 
     def check_attributes(self) -> None:
-        """Refuse modules that keep parts, because other code could read them."""
+        """Refuse modules that keep parts, which other code could read, and those that keep no part where they should."""
         for module in self.model.modules():
+            for name, why in misfits(module).items():
+                path = ".".join(filter(None, (self.names[id(module)], name)))
+                self.problems.append(f"{path} keeps a tensor of {why}: {_ANOTHER_PATH}")
             if type(module).__module__.startswith("tpkernels.") or getattr(module, "takes_parts", False):
                 continue
             named = {key: value for key, value in vars(module).items() if not key.startswith("_")} | module._buffers

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from tpkernels.partition import chunk_sizes, offsets
 from tpkernels.planning.splits import Split
 
-__all__ = ["Kept", "enter", "guard", "keep_in_modules", "kept_attributes", "kept_by", "leave"]
+__all__ = ["Kept", "enter", "guard", "keep_in_modules", "kept_attributes", "kept_by", "leave", "misfits"]
 
 _ATTRIBUTE = "_tpkernels_kept"
 
@@ -146,6 +146,18 @@ def kept_attributes(module: nn.Module) -> dict[str, tuple[Tensor, int]]:
     return found
 
 
+def misfits(module: nn.Module) -> dict[str, str]:
+    """Attributes that do not hold this rank's part now, as the plan says: what they hold, and what they should."""
+    found: dict[str, str] = {}
+    for name, (tensor, dim) in kept_attributes(module).items():
+        kept = cast(Kept, kept_by(module))
+        total: Any = kept.cuts[name]
+        size = chunk_sizes(total[1], kept.mesh.size())[kept.mesh.get_local_rank()]
+        if tensor.numel() and (tensor.dim() <= dim or tensor.shape[dim] != size):
+            found[name] = f"{list(tensor.shape)}, which is not this rank's {size} of {total[1]} along dimension {dim}"
+    return found
+
+
 @functools.lru_cache(maxsize=256)
 def _guarded(cls: type, names: tuple[str, ...]) -> type:
     """A subclass of ``cls`` whose attributes ``names`` depend on who reads them."""
@@ -175,7 +187,7 @@ def _method(method: Callable[..., Any]) -> Callable[..., Any]:
 def _property(name: str) -> property:
     def read(self: Any) -> Any:
         if name not in self.__dict__:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            return getattr(type(self)._unguarded, name)  # a default of its class
         value = self.__dict__[name]
         if _is_inside():
             return value
@@ -184,4 +196,9 @@ def _property(name: str) -> property:
     def write(self: Any, value: Any) -> None:
         self.__dict__[name] = value if _is_inside() else self.__dict__[_ATTRIBUTE].part(name, value)
 
-    return property(read, write)
+    def delete(self: Any) -> None:
+        if name not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        del self.__dict__[name]
+
+    return property(read, write, delete)

@@ -14,7 +14,8 @@ that call and all later ones of its kind return whole tensors:
 
 What a row takes is looked at as well: a part that is known to be cut otherwise than the row's weight is ValueError, and
 where no rule could follow the way to it, rank 0 warns (:class:`tpkernels.errors.UnprovenCallWarning`).  A whole tensor
-that needs a gradient, meets parts, and has none that is summed over the ranks is ValueError, too.
+that needs a gradient, meets parts, and has none that is summed over the ranks is ValueError, too.  Where the call
+raises an error of torch's, such as of shapes that do not fit, a note at the error says what may be the cause.
 
 The kind of a call: which arguments there are, their flags, dtypes and which of their sizes are 1; training or not;
 gradients or not; the flags and texts in the model's configs; which parts its modules keep, as the plan says.  Flags
@@ -28,6 +29,7 @@ Under ``torch.compile`` and ``torch.export`` nothing is followed: what the plan 
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -174,6 +176,7 @@ class _Guard:
         if followed is not None:
             followed.__exit__()
             if output is None:  # the call raised
+                _hint(sys.exception())
                 return None
             kind = self._learn(key, kind, followed, (args, kwargs, output))
         if kind is None or output is None:
@@ -392,6 +395,16 @@ def _fact(value: Any) -> Any:
     if kind is list or kind is tuple:
         return kind, tuple(map(_fact, value)) if len(value) <= 64 else len(value)
     return kind
+
+
+def _hint(error: BaseException | None) -> None:
+    """Say what may be the cause of an error of torch's in the first call of a kind."""
+    if type(error) is RuntimeError:  # as of shapes that do not fit; errors of ours are of other classes, or say more
+        error.add_note(
+            "This is the parallel model's first call of its kind. If the unsharded model runs with these arguments, "
+            "the call takes another path than those that the plan was proven for, such as one that keeps a state "
+            "(use_cache=True): make the plan with example_inputs as those of this call, in a list with the others"
+        )
 
 
 def _config_of(module: nn.Module) -> dict[str, Any] | None:

@@ -364,9 +364,10 @@ def _plan_from(body: dict[str, Any]) -> ShardingPlan:
 
 def _dimensions(body: dict[str, Any], what: str) -> dict[str, tuple[int, int]]:
     """By name: a dimension that is cut, and how many heads or features there are."""
-    found = {}
+    found, world_size = {}, body["world_size"]
     for key, cut in body[what].items():
-        if len(cut) != 2 or not _is_count(cut[0]) or not _is_count(cut[1]) or cut[1] < body["world_size"]:
+        counts = len(cut) == 2 and all(map(_is_count, cut))
+        if not counts or cut[1] < world_size or (what == "kept" and cut[1] % world_size):
             raise ValueError(f"{what}: {key} must have a dimension and a number of heads or features, got {cut!r}")
         found[_text(key)] = cut[0], cut[1]
     return found
