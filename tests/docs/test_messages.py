@@ -27,7 +27,7 @@ BUILT_IN = ("ValueError", "TypeError", "RuntimeError", "AttributeError", "IndexE
             "OSError", "NotImplementedError")  # fmt: skip
 OWN = ("LaunchError", "MissingPackage", "Missing", "FakeTensorLeft", "CudaError")
 OF_COMMANDS = ("ArgumentTypeError", "NetlabError", "NetlabUnavailable")
-TELLERS = ("refuse", "_refuse", "warn", "cls")
+TELLERS = ("refuse", "_refuse", "warn", "add_note", "cls")
 """Functions that raise, or warn of, what they are given; and classes of errors that are chosen at run time."""
 REASONS = ("TransportFailure", "Lost", "Unproven", "Refused", "DoesNotRun")
 """Exceptions that are caught in the package, and whose text is put into the error of a call or the reason in a plan."""

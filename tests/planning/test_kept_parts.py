@@ -61,12 +61,14 @@ class Recurrence(nn.Module):
             nn.Linear(features, WIDTH),
         )
         self.decay = nn.Parameter(torch.linspace(-1.0, 1.0, features))
-        self.wide, self.how = features, how
+        self.wide, self.how, self.num_heads, self.block = features, how, 6, features // 6
         self.last: Any = None
         self.states: list[Tensor] = []
 
     def forward(self, x: Tensor, keep: bool | str = True) -> Tensor:
         h, state = self.into(x), self.state
+        if self.how == "in heads":
+            h = h.reshape(len(x), x.shape[1], self.num_heads, self.block).tanh().flatten(-2)
         if not keep or state is None or len(state) != len(x):
             state = torch.zeros(len(x), self.wide, dtype=x.dtype) if keep else torch.zeros_like(h[:, 0])
         if self.how == "sums its state" and self.state is not None:
@@ -146,11 +148,14 @@ def test_a_state_is_whole_that_does_not_divide_or_begins_whole_or_would_be_in_no
 
 
 @pytest.mark.cpu
-def test_what_is_proven_holds_in_a_call_that_keeps_a_state_as_in_one_that_does_not() -> None:
+@pytest.mark.parametrize(("how", "heads"), [("", {}), ("in heads", {"block.num_heads": (6, (3, 3))})])
+def test_what_is_proven_holds_in_a_call_that_keeps_a_state_as_in_one_that_does_not(how: str, heads: Any) -> None:
     without, kept = {"x": X.float(), "keep": False}, {"x": X.float()}
-    assert not tpk.make_plan(Model(), 2, example_inputs=without).attributes
-    plan = tpk.make_plan(Model(), 2, example_inputs=[{**without}, kept])
-    assert plan.attributes == {"block.wide": (FEATURES, (6, 6))} and plan.kept == {"block.state": (1, FEATURES)}
+    assert tpk.make_plan(Model(how), 2, example_inputs=without).attributes == heads
+    plan = tpk.make_plan(Model(how), 2, example_inputs=[{**without}, kept])
+    assert plan.attributes == {"block.wide": (FEATURES, (6, 6)), **heads} and plan.kept == {
+        "block.state": (1, FEATURES)
+    }
 
 
 @pytest.mark.cpu

@@ -162,7 +162,7 @@ class Followed(AbstractContextManager["Followed"]):
         return self.parts.of(leaf.tensor) is not None
 
     def check_attributes(self) -> None:
-        """Refuse modules that keep parts, which other code could read, and those that keep no part where they should."""
+        """Refuse modules that keep parts, which other code could read, or keep none where the plan says so."""
         for module in self.model.modules():
             for name, why in misfits(module).items():
                 path = ".".join(filter(None, (self.names[id(module)], name)))
