@@ -76,7 +76,7 @@ class Padded(nn.Module):
         if padding.any():
             x = x.masked_fill(padding.unsqueeze(-1), 0.0)
             if self.how == "part":
-                x = self.rare.down(self.rare.up(x).sum(-1, keepdim=True) + self.rare.up(x))
+                x = self.rare.down(self.rare.up(x).cumsum(-1) + self.rare.up(x))
         y: Tensor = self.layer(x)
         return y
 

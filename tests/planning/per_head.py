@@ -36,11 +36,12 @@ class Centred(RMSNorm):
         return super().forward(x - x.mean(-1, keepdim=True))
 
 
-class Unbiased(RMSNorm):
+class AroundMedian(RMSNorm):
     """Looks like it, and is not."""
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.weight * (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, keepdim=True) + self.eps)
+        middle = x.median(-1, keepdim=True).values
+        y: Tensor = self.weight * (x - middle) * torch.rsqrt((x - middle).square().mean(-1, keepdim=True) + self.eps)
         return y
 
 
@@ -65,7 +66,7 @@ class Attention(nn.Module):
         self.how, self.config = how, SimpleNamespace(heads=heads, other=3)
         self.qkv, self.out = nn.Linear(WIDTH, 3 * width), nn.Linear(width, WIDTH)
         self.query, self.key, self.value = (nn.Linear(WIDTH, width) for _ in range(3))
-        kinds: Any = {"centred": Centred, "unbiased": Unbiased}
+        kinds: Any = {"centred": Centred, "around the median": AroundMedian}
         norm = nn.LayerNorm if how in ("layer norm", "bias of a norm") else kinds.get(how, RMSNorm)
         self.query_norm, self.key_norm = norm(width), norm(width)
         self.sinks, self.bias = nn.Parameter(torch.randn(heads)), Bias(heads)
@@ -81,7 +82,7 @@ class Attention(nn.Module):
             q, k, v = self.qkv(x).view(batch, length, 3, self.config.heads, EACH).permute(2, 0, 3, 1, 4)
         else:
             parts = [self.query(x), self.key(x), self.value(x)]
-            if self.how in ("norms", "centred", "unbiased", "norm of both"):
+            if self.how in ("norms", "centred", "around the median", "norm of both"):
                 parts[0], parts[1] = self.query_norm(parts[0]), self.key_norm(parts[1])
             q, k, v = (part.view(batch, length, -1, EACH).transpose(1, 2) for part in parts)
         if self.how == "gain":

@@ -99,11 +99,11 @@ class Collecting(nn.Module):
 def _of_kind(pair: Pair, h: Tensor) -> Tensor:
     """A gate, which is proven within the block alone."""
     gate, value = h.chunk(2, -1)
-    return gate.relu() * value if pair.kind == "parts" else gate - value.sum(-1, keepdim=True)
+    return gate.relu() * value if pair.kind == "parts" else gate - value.cumsum(-1)
 
 
 def _sum_later(pair: Pair, h: Tensor) -> Tensor:
-    return h.relu() if pair.calls == 1 else h - h.sum(-1, keepdim=True)
+    return h.relu() if pair.calls == 1 else h - h.cumsum(-1)
 
 
 def _keeps(pair: Pair, h: Tensor) -> Tensor:

@@ -132,7 +132,7 @@ def test_tables_of_biases_are_cut_with_the_heads_of_all_blocks() -> None:
 
 @pytest.mark.cpu
 @pytest.mark.parametrize("how", [
-    "unbiased", "norm of both", "bias of a norm", "order of heads", "sum of all", "read twice",
+    "around the median", "norm of both", "bias of a norm", "order of heads", "sum of all", "read twice",
     "distances read twice", "distances that leave", "disentangled one place", "disentangled places of heads",
     "disentangled places in another order",
     "latent with a whole activation", "latent that leaves", "latent read by a whole layer",

@@ -13,7 +13,7 @@ from tests.nn.reference import LIMIT_S, tp_mesh
 from tests.planning.by_value import problems
 from tpkernels.errors import UnprovenCallWarning
 from tpkernels.nn import PartResponseNorm
-from tpkernels.planning.styles import Column, PartNorm, Replicate, Row
+from tpkernels.planning.styles import Column, PartNorm, Replicate, Row, Sliced
 from tpkernels.testing.spawn import Pools
 
 X = torch.randn(3, 4, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
@@ -70,10 +70,21 @@ def test_a_response_norm_between_linears_is_of_all_ranks() -> None:
 
 
 @pytest.mark.cpu
-@pytest.mark.parametrize("how", ["sums", "of all images", "no residual", "bias is read", "more dimensions"])
+@pytest.mark.parametrize("how", ["of all images", "bias is read"])
 def test_what_only_looks_like_a_response_norm_is_whole(how: str) -> None:
     plan = tpk.make_plan(Block(how), 2, example_inputs=X.float())
     assert plan["norm"].style == Replicate() and plan["up"].style == Column(gather_output=True)
+
+
+OTHERS = ["sums", "no residual", "more dimensions"]
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("how", OTHERS)
+def test_what_only_looks_like_one_is_other_code_that_takes_means_over_features(how: str) -> None:
+    plan = tpk.make_plan(Block(how), 2, example_inputs=X.float())
+    assert plan["norm"].style == Sliced((("bias", 3), ("weight", 3))) and plan["up"].style == Column()
+    assert plan.statistics == {"norm": (12, (6, 6))}
 
 
 @pytest.mark.cpu
@@ -87,6 +98,7 @@ def by_value() -> list[str]:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UnprovenCallWarning)
         wrong = problems("response norm", Block(), X, "down")
+        wrong += [problem for how in OTHERS for problem in problems(how, Block(how), X.detach().clone(), "down")]
     norm = PartResponseNorm.from_norm(ResponseNorm(12), tp_mesh(), epsilon=1e-6)
     for call, why in (
         (lambda: norm(torch.zeros(2, 3, 12 // tp_mesh().size())), "takes"),

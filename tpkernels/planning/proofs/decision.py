@@ -235,6 +235,8 @@ class _Decider:
         others = [other for other in self.decision.proven if {*group.layers} & {*other.layers}]
         if len(others) != 1 or others[0] in seen or {*group.layers} <= {*others[0].layers} or degrees():
             return
+        if {*group.columns} & {*others[0].rows} or {*group.rows} & {*others[0].columns}:
+            return
         scope = self.search.scope_of(group).name
         if self.scopes[others[0]] != scope:
             return
