@@ -121,6 +121,7 @@ SAFE: dict[str, Any] = {
     "gelu": lambda x, w: F.gelu(x),
     "tanh": lambda x, w: x.tanh(),
     "silu": lambda x, w: F.silu(x),
+    "log_sigmoid": lambda x, w: F.logsigmoid(x),
     "square": lambda x, w: x * x.sigmoid() + 0.1 * x.pow(2),
     "clamp": lambda x, w: x.clamp(-1.0, 1.5),
     "dropout_of_nothing": lambda x, w: F.dropout(x, 0.0, True),

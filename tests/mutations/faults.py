@@ -226,7 +226,7 @@ def _rules() -> dict[str, Fault]:
     found: dict[str, Fault] = {}
     for packet in rules.RULES:
         name = str(packet).rpartition(".")[2]
-        if rules.RULES[packet] is rules._same or name == "native_dropout":
+        if rules.RULES[packet] is rules._same or name in ("native_dropout", "log_sigmoid_forward"):
             found[f"{name} gives something whole"] = partial(_with_rule, packet, _whole)
         elif name not in _REFUSING_NOTHING | _ON_SPACE:
             if name in _GUARDED:

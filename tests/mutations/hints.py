@@ -116,6 +116,7 @@ FIRST: dict[str, list[Spec]] = {
     "bernoulli_ gives something whole": _of("nothing_of_dropout"),
     "bernoulli gives something whole": _of("nothing_of_draws"),
     "native_dropout gives something whole": _of("nothing_of_native_dropout"),
+    "log_sigmoid_forward gives something whole": _of("log_sigmoid"),
     "rand_like gives something whole": _of("nothing_of_noise"),
     "_safe_softmax refuses nothing": _of("safe_softmax_over_features"),
     "split_with_sizes refuses nothing": _of("first_quarter_of_features"),

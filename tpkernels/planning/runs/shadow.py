@@ -79,6 +79,8 @@ class Shadow:
     """Modules that work on each channel by itself, and stay whole."""
     convolutions: Mapping[str, Layer] = MappingProxyType({})
     """Those over all channels."""
+    grouped: Mapping[str, Layer] = MappingProxyType({})
+    """Convolutions in groups, which may be ends of pairs as well."""
     by_channel: Collection[str] = frozenset()
     """What works on each channel by itself."""
     around: Set[str] = frozenset()
@@ -131,7 +133,6 @@ class Shadow:
             name: Layer("convolution", *channels)
             for name, module in self.modules.items() if (channels := channels_in_groups(module)) is not None
         }  # fmt: skip
-        """Convolutions in groups, which may be ends of pairs as well."""
         self.by_channel = {name for name, module in self.modules.items() if works_by_channel(module)}
         self.owners: dict[int, str] = {}
         """Layers by the ids of their parameters."""
