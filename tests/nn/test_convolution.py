@@ -21,7 +21,7 @@ from tests.ops.same_bits import assert_same
 from tpkernels.nn.convolution import channel_dims, cut_channels, why_not_cut
 from tpkernels.partition import chunk_sizes, offsets
 from tpkernels.planning.alone.convolutions import check_channels
-from tpkernels.sharding import Channels, Replicate
+from tpkernels.sharding import Channels, Replicate, Sliced
 from tpkernels.testing.numeric import assert_within_bound
 from tpkernels.testing.spawn import Pools
 
@@ -188,7 +188,9 @@ class Standardized(nn.Conv2d):
 @pytest.mark.cpu
 def test_the_plan_says_which_convolutions_are_cut_and_what_they_send() -> None:
     plan = tpk.make_plan(Vision(), 2, example_inputs=torch.zeros(2, 3, 8, 8))
-    assert plan["patches"].style == plan["up"].style == plan["grouped"].style == Channels()
+    assert plan["patches"].style == Channels()
+    assert (plan["up"].style, plan["grouped"].style) == (Channels(gather_output=False), Channels(inputs=True))
+    assert plan["depthwise"].style == Sliced((("bias", 0), ("weight", 0)))
     assert plan["idle"].style == Channels() and plan["idle"].wire_bytes is None, "nobody reads its weight"
     assert plan["causal"].style == plan["normed"].style == plan["normed.parametrizations.weight"].style == Channels()
     norm = plan["normed.parametrizations.weight"]
@@ -197,10 +199,9 @@ def test_the_plan_says_which_convolutions_are_cut_and_what_they_send() -> None:
     assert plan["patches"].parameters[0].local_shapes == ((5, 3, 4, 4), (5, 3, 4, 4))
     assert plan["up"].parameters[0].local_shapes == ((10, 6, 2, 2), (10, 6, 2, 2))
     assert plan["patches"].wire_bytes == 4 * (2 * 10 * 2 * 2) // 2 and plan["patches"].backward == "-"
-    assert plan["up"].wire_bytes == 4 * (2 * 2 * 10 * 2 * 2 + 2 * 12 * 4 * 4) // 2
-    assert plan["grouped"].wire_bytes == 4 * (2 * 12 * 2 * 2 + 2 * 12 * 2 * 2) // 2
+    assert plan["up"].wire_bytes == 4 * (2 * 2 * 10 * 2 * 2) // 2, "a sum of its input's gradient"
+    assert plan["grouped"].wire_bytes == 4 * (2 * 12 * 2 * 2) // 2, "its output, gathered"
     for name, why in (
-        ("depthwise", "each channel by itself"),
         ("read", "without calling the module"),
         ("unseen", "may use without calling"),
         ("own", "code of its own that may use the weight"),

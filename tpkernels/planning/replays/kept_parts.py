@@ -104,7 +104,7 @@ class KeptParts(GatherSteps):
             return False
         if isinstance(vars(module).get(attribute), Tensor):
             return False  # the first call begins with a whole one
-        simple = split == Split(split.dim, split.segments[:1])
+        simple = len(split.segments) == 1 and split == Split(split.dim, split.segments)
         return simple and split.segments[0] % self.world_size == 0 and attribute in attributes_read(kind)
 
 
