@@ -64,13 +64,22 @@ def test_a_state_space_is_cut_by_heads_or_channels(how: str) -> None:
     "what all heads read leaves", "layer called",
     *(
         pytest.param(how, marks=pytest.mark.slow("3 s; every guess is tried"))
-        for how in ("centred", "another gate", "selection that leaves")
+        for how in ("selection that leaves",)
     ),
 ])  # fmt: skip
 def test_what_only_looks_like_one_is_not_cut(how: str) -> None:
     plan = tpk.make_plan(made(how), 2, example_inputs=X)
     assert plan["out"].style in (Column(gather_output=True), Row(split_input=True))
     assert not any(isinstance(entry.style, PartNorm | Sliced) for entry in plan.entries)
+
+
+@pytest.mark.cpu
+@pytest.mark.slow("3 s each: every guess is tried")
+@pytest.mark.parametrize("how", ["centred", "another gate"])
+def test_a_norm_of_another_kind_takes_its_means_over_all_ranks(how: str) -> None:
+    plan = tpk.make_plan(made(how), 2, example_inputs=X)
+    assert plan["out"].style == Row() and plan["norm"].style == Sliced((("weight", 0),))
+    assert "norm" in plan.statistics
 
 
 @pytest.mark.cpu
@@ -94,7 +103,7 @@ def all_by_value() -> list[str]:
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UnprovenCallWarning)  # each first call is followed, with rules for these layouts
-        hows = CUT if tp_mesh().size() == 2 else CUT[1:]  # two groups are for two ranks
+        hows = (*CUT, "centred", "another gate") if tp_mesh().size() == 2 else CUT[1:]  # two groups are for two ranks
         return [
             problem for how in hows for problem in problems(how, made(how), torch.randn(2, 4, WIDTH).double(), "out")
         ]
