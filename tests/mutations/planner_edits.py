@@ -18,6 +18,7 @@ WIDTHS = "tests/planning/test_widths.py"
 MERGED = "tests/integrations/transformers/test_peft.py -k alone"
 
 ALONE, VALUES = "tests/planning/test_why_alone.py", "tests/planning/test_known_values.py"
+MODES = "tests/planning/test_modes.py"
 FOLLOWED, STATE = "tests/planning/test_followed.py", "tests/planning/test_module_state.py"
 PICKING = "planning/replays/picking_rules.py"
 STATISTICS = "tests/planning/test_part_statistics.py"
@@ -230,6 +231,8 @@ PLANNER = (
     Edit(
         "planning/runs/known_values.py", "if storage_of(tensor) in self._asked", "if False", f"{VALUES} -k checkpoint"
     ),
+    Edit("planning/runs/known_values.py", "func is aten.masked_select.default", "False", f"{MODES} -k traced"),
+    Edit("planning/runs/example_inputs.py", "shadow.ask_as(*asking)", "pass", f"{MODES} -k traced"),
     Edit("planning/runs/gradient_code.py", "session.set_origin(tensor, None)", "pass", f"{FOLLOWED} -k compared"),
     Edit("planning/replays/whole_steps.py", "self._taken(tensors)", "self._completed(tensors)", f"{FOLLOWED} -k pick"),
     Edit("planning/replays/whole_steps.py", "in sources]", "in ()]", f"{HEADS} -k kernel"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -9,12 +10,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import tpkernels as tpk
+from tests.models.compare import compare_tensors, differs
+from tests.nn.reference import LIMIT_S, tp_mesh
 from tpkernels.planning.runs.example_inputs import Observation
 from tpkernels.planning.runs.shadow import MODES, Mode
+from tpkernels.planning.styles import Column, Row
+from tpkernels.testing.spawn import Pools
 
 pytestmark = pytest.mark.cpu
 
 X = torch.randn(2, 3, 8)
+LENGTHS = torch.tensor([[1, 2, 1], [3, 1, 2]])
 HEARD: list[dict[str, bool]] = []
 """What the code of :class:`Asking` heard, in one dictionary for each of its runs."""
 
@@ -94,3 +101,67 @@ class Branching(nn.Module):
 def test_a_run_without_gradients_is_recorded_where_it_is_another(asks: object, modes: tuple[Mode, ...]) -> None:
     observation = Observation(Branching(asks), X)  # type: ignore[arg-type]
     assert [mode for mode, _ in observation.recordings] == list(modes)
+
+
+class Spoken(nn.Module):
+    """Repeats each row as often as the labels say in training, and as it predicts in evaluation (FastSpeech 2)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.lengths = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        h = x + self.down(self.up(x).relu())
+        lengths = labels if self.training else self.lengths(h).squeeze(-1).exp().long()
+        if lengths.sum() == 0:
+            lengths = lengths + 1
+        repeated = x.new_zeros(len(x), int(lengths.sum(1).max()), 8)
+        for i, (one, times) in enumerate(zip(h, lengths, strict=True)):
+            rows = torch.repeat_interleave(one, times, dim=0)
+            repeated[i, : len(rows)] = rows
+        return repeated
+
+
+class Speaking(nn.Module):
+    """``picks`` what it returns by a mask that the labels give."""
+
+    def __init__(self, picks: bool = False) -> None:
+        super().__init__()
+        self.spoken, self.up, self.down, self.picks = Spoken(), nn.Linear(8, 16), nn.Linear(16, 8), picks
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        y: Tensor = self.down(self.up(self.spoken(x, labels)).relu())
+        if self.picks and self.training:
+            lost = torch.arange(y.shape[1]) < labels.sum(1, keepdim=True)
+            y = y.masked_select(lost.unsqueeze(-1)) - labels.new_ones(int(8 * labels.sum()))
+        return y
+
+
+@pytest.mark.parametrize("picks", [False, True])
+def test_a_mode_that_cannot_be_traced_leaves_another_as_it_is(picks: bool) -> None:
+    plan = tpk.make_plan(Speaking(picks), 2, example_inputs=(X, LENGTHS))
+    for pair in ("spoken.", ""):
+        assert plan[f"{pair}up"].style == Column() and plan[f"{pair}down"].style == Row()
+    assert len(plan.notes) == 1 and plan.notes[0].startswith("proven for training alone: in evaluation it cannot be")
+
+
+def values() -> list[str]:
+    torch.manual_seed(0)
+    plain = Speaking(picks=True).double()
+    model = tpk.parallelize(copy.deepcopy(plain), tp_mesh(), example_inputs=(X.double(), LENGTHS))
+    found = []
+    for training, lengths in ((True, LENGTHS), (False, LENGTHS), (True, torch.tensor([[2, 2, 5], [1, 0, 2]]))):
+        x, outputs = torch.randn(2, 3, 8, dtype=torch.float64), []
+        for net in (model, plain):
+            net.zero_grad()
+            outputs.append(net.train(training)(x, lengths))
+            outputs[-1].square().sum().backward()
+        found += [f"output: {why}" for why in [differs(outputs[0], outputs[1], 1e-11)] if why]
+        found += compare_tensors(model, plain, 1e-11)
+    return found
+
+
+@pytest.mark.gloo
+@pytest.mark.slow("2 s: trains on two ranks; that it is cut is asked without training")
+def test_what_is_proven_for_training_alone_is_right_in_evaluation_as_well(ranks: Pools) -> None:
+    assert ranks(2).run(values, timeout=LIMIT_S) == [[], []]

@@ -26,11 +26,21 @@ _VIDEO = ("float", (2, 4, 3, 32, 32))
 _PATCHES = ("float", (2, 16, 192))
 _IMAGE = ("float", (2, 3, 32, 32))
 
+_SPEECH = {
+    "input_ids": ("int", (2, 5), 20),
+    "attention_mask": ("mask", (2, 5)),
+    "duration_labels": ("is", [[1, 2, 1, 2, 1], [2, 1, 1, 1, 2]]),
+    "pitch_labels": ("float", (2, 5, 1)),
+    "energy_labels": ("float", (2, 5, 1)),
+    "spectrogram_labels": ("float", (2, 7, 16)),
+}
+
 _GROUNDING = {"input_ids": _IDS, "pixel_values": ("float", (2, 3, 128, 128))}
 """Large enough for two pixels in the coarsest features: the norm of a single one has no gradient but rounding."""
 
 INPUTS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("grounding-dino", "mm-grounding-dino"), _GROUNDING),
+    **dict.fromkeys(("fastspeech2_conformer", "fastspeech2_conformer_with_hifigan"), _SPEECH),
     "audioflamingo3_encoder": {"input_features": ("float", (2, 16, 128)), "input_features_mask": ("mask", (2, 128))},
     "autoformer": _SERIES,
     "bark fine": {"codebook_idx": ("exactly", 2), "input_ids": ("int", (2, 7, 8), 64)},

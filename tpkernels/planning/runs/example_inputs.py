@@ -191,16 +191,18 @@ class Observation:
         found: list[tuple[Mode, Recording]] = []
         for mode in MODES:
             shadow.set_mode(mode)
+            asking, decides = shadow.asking, shadow.decides
             try:
                 recording = record(shadow, call)
-            except NeedsValues as error:
-                failures[mode] = f"{type(error.__cause__).__name__}: {_first_line(error.__cause__)}"
-                self.needs_values = True
-                continue
             except CalledOtherwise:
                 raise
             except Exception as error:  # noqa: BLE001 - a guess that does not fit can make a model raise anything
-                failures[mode] = f"{type(error).__name__}: {_first_line(error)}"
+                if isinstance(error, NeedsValues):
+                    self.needs_values = True
+                cause = error.__cause__ if isinstance(error, NeedsValues) else error
+                failures[mode] = f"{type(cause).__name__}: {_first_line(cause)}"
+                shadow.ask_as(*asking)
+                shadow.decides = decides
                 continue
             self._asking.add((shadow.asking, shadow.decides))
             calls = [recording, *recording.others, *self._second(shadow, call, recording)]

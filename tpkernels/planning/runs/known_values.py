@@ -108,6 +108,8 @@ class KnownValues:
             device = next(tensor.device for tensor in _tensors(args, kwargs))
             answer = self._real(func, args, kwargs)
             return tree_map_only(Tensor, lambda value: self._fake(value, device, given=given), answer)
+        if func is aten.masked_select.default and id(args[1]) in self._values:
+            func, args = aten.index.Tensor, self._picked(*args)
         if func is aten.index.Tensor:
             args = (args[0], self._without_masks(args[1]), *args[2:])
         out = run(func, args, kwargs)
@@ -197,6 +199,13 @@ class KnownValues:
         self._values[id(made)] = value
         self._note(made, given)
         return made
+
+    def _picked(self, x: Tensor, mask: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """What to index, and the known mask of that shape: how many elements it selects is known, whatever they are."""
+        shape = torch.broadcast_shapes(x.shape, mask.shape)
+        with _disable_current_modes():
+            value = self._values[id(mask)].expand(shape)
+        return aten.expand.default(x, shape), [self._fake(value, mask.device, given=id(mask) in self._given)]
 
     def _without_masks(self, indices: Any) -> list[Tensor | None]:
         """Known masks as the numbers of what they select."""

@@ -65,11 +65,7 @@ _CONSTANTS = (Tensor, nn.Module, int, float, complex, str, bytes, type(None), to
 
 
 class Shadow:
-    """A copy of ``model`` with fake tensors whose layers report to the session that runs.
-
-    Raises:
-        Exception: whatever copying the model's own objects raises.
-    """
+    """A copy of ``model`` with fake tensors whose layers report to the session that runs; raises what copying does."""
 
     experts: Mapping[str, KnownExperts] = MappingProxyType({})
     """Modules of experts, each of whose calls is one step."""
@@ -121,6 +117,8 @@ class Shadow:
         self.session: Session | None = None
         self.opaque: set[str] = set()
         """Modules that need the values of tensors."""
+        self._followed: dict[str, Any] = {}
+        """What these run when they are followed."""
         self.guess = GUESSES[0]
         self.given: list[tuple[Tensor, Tensor]] = []
         """Inputs of runs, and their numbers."""
@@ -230,6 +228,7 @@ class Shadow:
         """Make the module one step from now on: what happens inside is neither recorded nor followed."""
         self.opaque.add(name)
         module = self.modules[name]
+        self._followed.setdefault(name, module.forward)
         module.forward = self._quietly(name, module.forward)
         self.branching = {*self.branching} - {name}
 
@@ -237,7 +236,17 @@ class Shadow:
         """Make what the module runs from its first condition on one step from now on."""
         self.branching = {*self.branching, name}
         module = self.modules[name]
+        self._followed.setdefault(name, module.forward)
         module.forward = self._branching(name, module.forward)
+
+    def ask_as(self, opaque: Set[str], branching: Set[str]) -> None:
+        """Let only these be opaque and branching: what a run asked for that failed tells nothing of others."""
+        changed = (self.opaque ^ opaque) | ({*self.branching} ^ branching)
+        for name in changed:
+            self.modules[name].forward = self._followed.pop(name)
+        self.opaque, self.branching = set(opaque), {*branching} - changed
+        for name in changed & branching:
+            self.make_branching(name)
 
     @contextmanager
     def running(self, session: Session) -> Iterator[None]:
