@@ -244,8 +244,8 @@ _REFUSING_NOTHING = {"transpose", "t", "permute", "unsqueeze", "squeeze", "expan
 _ON_SPACE = {name for names in rules._SPACE.values() for name in names} - {
     "max_pool2d_with_indices",
     "avg_pool2d",
-}
-"""Ops that share their one check with these two; an edit of that line is a fault as well."""
+} | {"im2col"}
+"""Ops that share their one check with these two, and windows; an edit of such a line is a fault as well."""
 _GUARDED = {"sum", "mean", "amax", "amin", "max", "min", "index", "gather", "var", "std", "var_mean", "logsumexp",
             "linalg_vector_norm", "mm", "addmm", "baddbmm", "native_layer_norm", "stack", "cat", "view", "repeat",
             "constant_pad_nd", "unfold"}  # fmt: skip

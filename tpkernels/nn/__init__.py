@@ -21,6 +21,7 @@ from tpkernels.nn.mlp import ParallelMLP
 from tpkernels.nn.multihead import ParallelMultiheadAttention
 from tpkernels.nn.norm import LayerNorm, RMSNorm
 from tpkernels.nn.packed import PackedColumnParallelLinear
+from tpkernels.nn.packed_row import PackedRowParallelLinear
 from tpkernels.nn.part_norm import PartLayerNorm, PartResponseNorm, PartRMSNorm
 from tpkernels.nn.random import Dropout, check_rng, sharded_rng
 from tpkernels.nn.replicated import replicate_parameters
@@ -38,6 +39,7 @@ __all__ = [
     "LayerNorm",
     "MeshMLP2D",
     "PackedColumnParallelLinear",
+    "PackedRowParallelLinear",
     "ParallelAttention",
     "ParallelExperts",
     "ParallelMLP",

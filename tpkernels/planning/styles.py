@@ -77,7 +77,9 @@ class Column:
 class Row:
     """Replace a linear by a :class:`tpkernels.nn.RowParallelLinear`; the fields are its arguments.
 
-    With ``scatter_unit`` it is a column as well: it gives this rank's features of the sum.
+    With ``scatter_unit`` it is a column as well: it gives this rank's features of the sum.  With ``segments`` by a
+    :class:`tpkernels.nn.PackedRowParallelLinear`, which takes this rank's part of each: where code concatenates what is
+    cut.
     """
 
     sequence_parallel: bool = False
@@ -87,8 +89,13 @@ class Row:
     implementation: str = "auto"
     summed_gradient: bool = False
     scatter_unit: int = 0
+    segments: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.segments and (self.split_input or self.unit != 1):
+            raise ValueError(
+                "segments are of a row that takes this rank's part of each: they go with neither split_input nor unit"
+            )
         if self.scatter_unit and (self.sequence_parallel or self.summed_gradient or self.split_input):
             raise ValueError(
                 "scatter_unit is of a row that takes this rank's features, and gives this rank's features of the sum: "
@@ -97,7 +104,8 @@ class Row:
 
     def local_features(self, total: int, world_size: int) -> tuple[int, ...]:
         """Of the ``total`` input features, those of each rank."""
-        return _shares((total,), (self.unit,), world_size)
+        sizes = self.segments or (total,)
+        return _shares(sizes, (self.unit,) * len(sizes), world_size)
 
 
 @dataclass(frozen=True)

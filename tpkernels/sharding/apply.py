@@ -32,7 +32,7 @@ from tpkernels.nn.gathered_arguments import gather_arguments
 from tpkernels.nn.host_generators import hosts_in_step
 from tpkernels.nn.multihead import ParallelMultiheadAttention, why_not_parallel
 from tpkernels.nn.paired_convolution import pair_channels
-from tpkernels.nn.parameters import check_unit, tp_mesh
+from tpkernels.nn.parameters import tp_mesh
 from tpkernels.nn.part_norm import part_norm
 from tpkernels.nn.part_statistics import take_over_parts
 from tpkernels.nn.replicated import replicate_parameters
@@ -84,7 +84,7 @@ from tpkernels.sharding.replacements import replacements
 from tpkernels.sharding.replicas import compare_models
 from tpkernels.sharding.same_bits import check_plan, check_styles
 from tpkernels.sharding.sequence_parallel import run_sequence_parallel
-from tpkernels.sharding.style_checks import check_column, convolutions_in, makes_parts
+from tpkernels.sharding.style_checks import check_column, check_row, convolutions_in, makes_parts
 from tpkernels.state.plain_state import speak_originals
 from tpkernels.verification.verifier import Verifier
 
@@ -359,9 +359,7 @@ def _check_swap(name: str, module: nn.Module, style: Style, tp: DeviceMesh) -> L
         check_column(name, layer, style, tp.size())
         op = "all_gather_matmul" if style.sequence_parallel else "matmul_all_reduce"
     elif isinstance(style, Row):
-        check_unit(f"{name}: in_features", layer.in_features, style.unit)
-        if style.scatter_unit:
-            check_unit(f"{name}: out_features", layer.out_features, style.scatter_unit)
+        check_row(name, layer, style)
         op = "matmul_reduce_scatter" if style.sequence_parallel or style.scatter_unit else "matmul_all_reduce"
     elif isinstance(style, CopiedHeads):
         check_copies(f"{name}: ", layer.out_features, style.heads, style.copies, tp.size())

@@ -22,6 +22,7 @@ from tpkernels.nn.copied_heads import CopiedHeadsLinear
 from tpkernels.nn.feature_embedding import FeatureParallelEmbedding
 from tpkernels.nn.multihead import ParallelMultiheadAttention
 from tpkernels.nn.packed import PackedColumnParallelLinear
+from tpkernels.nn.packed_row import PackedRowParallelLinear
 from tpkernels.nn.paired_convolution import gives_channels, segments_given, segments_taken, takes_channels
 from tpkernels.nn.part_statistics import taken_of
 from tpkernels.nn.row import RowParallelLinear
@@ -103,7 +104,8 @@ class Followed(AbstractContextManager["Followed"]):
         if sizes and (copied or _leaves_places_out(module) or self.parts.of(output) is None):
             self.parts.mark(output, frozenset([Split(output.dim() - 1, sizes, copied=copied, behind=behind)]))
         if isinstance(module, RowParallelLinear) and not module.split_input and id(module) not in self.own_rows:
-            self._check_row(module, -1, *args, **kwargs)
+            sizes = module.sizes_taken if isinstance(module, PackedRowParallelLinear) else ()
+            self._check_row(module, -1, *args, **{**kwargs, "sizes": sizes})
         if not within_own_code(module):
             self._follow_channels(module, args[0] if args else None, output)
         if module is not self.model:

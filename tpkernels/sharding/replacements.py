@@ -13,6 +13,7 @@ from tpkernels.nn.copied_heads import CopiedHeadsLinear
 from tpkernels.nn.embedding import VocabParallelEmbedding
 from tpkernels.nn.feature_embedding import FeatureParallelEmbedding
 from tpkernels.nn.packed import PackedColumnParallelLinear
+from tpkernels.nn.packed_row import PackedRowParallelLinear
 from tpkernels.nn.replicated import Converted
 from tpkernels.nn.row import RowParallelLinear
 from tpkernels.planning.modules.layers import as_torchs
@@ -60,7 +61,10 @@ def _replace(old: nn.Module, style: Style, tp: DeviceMesh) -> nn.Module:
             column.sum_input_gradient = False
         return column
     if isinstance(style, Row):
-        return RowParallelLinear.from_linear(old, tp, **options)
+        for option in ("split_input", "unit") if style.segments else ("segments",):
+            del options[option]
+        row = PackedRowParallelLinear if style.segments else RowParallelLinear
+        return row.from_linear(old, tp, **options)
     if isinstance(style, CopiedHeads):
         return CopiedHeadsLinear.from_linear(old, tp, **options)
     assert isinstance(old, nn.Embedding)

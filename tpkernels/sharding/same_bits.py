@@ -118,6 +118,11 @@ def check_styles(styles: Mapping[str, Style], same_bits: int, *, by_hand: bool =
                 f"same_bits ({same_bits}): what module {name!r} gives or takes meets parts of several layers, and its "
                 "gradient is summed over the ranks once for all of them, in no blocks"
             )
+        if isinstance(style, Row) and style.segments:
+            raise ValueError(
+                f"same_bits ({same_bits}): module {name!r} takes parts of several segments, and its sums over these "
+                "are in no blocks"
+            )
         if isinstance(style, Row) and style.scatter_unit:
             raise ValueError(
                 f"same_bits ({same_bits}): module {name!r} gives this rank's features of what it sums, which are in no "

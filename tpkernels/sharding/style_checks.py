@@ -18,7 +18,7 @@ from tpkernels.planning.alone.convolutions import check_channels
 from tpkernels.planning.modules.layers import Layer
 from tpkernels.planning.styles import Channels, Column, CopiedHeads, Features, Heads, Row, Style
 
-__all__ = ["check_column", "convolutions_in", "makes_parts"]
+__all__ = ["check_column", "check_row", "convolutions_in", "makes_parts"]
 
 
 def check_column(name: str, layer: Layer, style: Column, world_size: int) -> None:
@@ -39,6 +39,17 @@ def check_column(name: str, layer: Layer, style: Column, world_size: int) -> Non
         raise ValueError(f"{name}: units {list(style.units)} must be as many as segments {list(style.segments)}")
     for size, unit in zip(style.segments, style.units, strict=False):
         check_unit(f"{name}: a segment", size, unit)
+
+
+def check_row(name: str, layer: Layer, style: Row) -> None:
+    """Refuse options of a row style that contradict the layer."""
+    check_unit(f"{name}: in_features", layer.in_features, style.unit)
+    if style.scatter_unit:
+        check_unit(f"{name}: out_features", layer.out_features, style.scatter_unit)
+    if style.segments and (sum(style.segments) != layer.in_features or min(style.segments) < 1):
+        raise ValueError(
+            f"{name}: segments {list(style.segments)} must be positive and sum to in_features ({layer.in_features})"
+        )
 
 
 def convolutions_in(

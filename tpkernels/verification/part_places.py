@@ -70,7 +70,9 @@ def _columns(style: Style | None, features: int, rank: int, world_size: int) -> 
 def _rows(style: Style | None, features: int, rank: int, world_size: int) -> list[int] | None:
     """This rank's part of the ``features`` that the unsharded layer takes."""
     if isinstance(style, Row) and not style.split_input:
-        return _chunk(features, style.unit, rank, world_size)
+        sizes = style.segments or (features,)
+        parts = zip(offsets(sizes), sizes, strict=True)
+        return [start + column for start, size in parts for column in _chunk(size, style.unit, rank, world_size)]
     return None
 
 

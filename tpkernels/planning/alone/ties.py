@@ -16,7 +16,7 @@ __all__ = ["tie_kind", "tied_modules", "untie"]
 def tie_kind(style: Style) -> int | None:
     """Which dimension of a weight is cut, in one piece and by elements: layers of one kind can share one weight."""
     if isinstance(style, Row):
-        return 1 if style.unit == 1 else None
+        return 1 if style.unit == 1 and not style.segments else None
     rows = isinstance(style, Vocabulary) or (isinstance(style, Column) and not style.segments and style.unit == 1)
     return 0 if rows else None
 

@@ -68,7 +68,9 @@ def find_fused_norms(observation: Observation | None, styles: Mapping[str, Style
         return found
     norms: dict[str, KnownNorm | str] = {}
     for row, style in styles.items():
-        if not isinstance(style, Row) or style.scatter_unit or row in observation.recording.rows_unknown:
+        if not isinstance(style, Row) or style.scatter_unit or style.segments:
+            continue
+        if row in observation.recording.rows_unknown:
             continue
         try:
             calls = [

@@ -22,7 +22,7 @@ def style_in_pairs(*, convolution: bool, takes: bool, gives: bool, gathers: bool
     """
     if convolution:
         return Channels(inputs=takes, gather_output=not gives, gather_input=gathers and takes and gives)
-    return Row() if takes else Column()
+    return Row(scatter_unit=int(gives)) if takes else Column()
 
 
 class ChannelBytes:

@@ -140,7 +140,8 @@ class PairChoice:
 def names_gathering(choices: Sequence[PairChoice], pairs: Collection[Group]) -> set[str]:
     """Convolutions that end one of ``pairs`` and begin another, and send less if they gather what they take."""
     between = {name for group in pairs for name in group.rows} & {name for group in pairs for name in group.columns}
-    counted = {name: next(one.bytes for one in choices if name in one.bytes.elements) for name in between}
+    layers = {name for one in choices for name in one.search.shadow.layers}  # these scatter their sums
+    counted = {name: next(one.bytes for one in choices if name in one.bytes.elements) for name in between - layers}
     return {name for name, sent in counted.items() if sent.gathers(name)}
 
 

@@ -41,8 +41,11 @@ def pair_choices(decision: Decision, shadow: Shadow, world_size: int) -> dict[st
             between = ", and gives channels" if gathers or grouped else ", and scatters the sum"
             scattered = between if name in taken else ""
             what = f"{what}{scattered}, up to {_last_names(given[name].rows)}"
-        if name in taken and isinstance(style, Channels):
-            style = replace(style, taken=decision.pairs[taken[name]].taken.get(name, ()))
+        sizes = decision.pairs[taken[name]].taken.get(name, ()) if name in taken else ()
+        if isinstance(style, Channels):
+            style = replace(style, taken=sizes)
+        elif isinstance(style, Row):
+            style = replace(style, segments=sizes)
         found[name] = Chosen(style, "data flow", what)
     slices: dict[str, list[tuple[str, int]]] = {}
     for parameter, cut in (item for proof in decision.pairs.values() for item in proof.slices.items()):
@@ -108,6 +111,11 @@ def refuse_by_hand(name: str, style: Style) -> None:
         raise ValueError(
             f'the override of {name!r} asks for a sum that is scattered, which only the data flow can prove: use "row" '
             'or "row_split", or leave it to the plan'
+        )
+    if isinstance(style, Row) and style.segments:
+        raise ValueError(
+            f"the override of {name!r} asks for a row of several segments, which only the data flow can prove: use "
+            '"row" or "row_split", or leave it to the plan'
         )
     if isinstance(style, Channels) and style.paired:
         raise ValueError(

@@ -23,7 +23,7 @@ from tpkernels.planning.replays.gate_rules import halves_of
 from tpkernels.planning.replays.replay import Replay
 from tpkernels.planning.replays.roles import Role, both_roles, unlike_ranks
 from tpkernels.planning.runs.events import Shape
-from tpkernels.planning.runs.layer_groups import Group
+from tpkernels.planning.runs.layer_groups import SMALL_GROUP, Group
 from tpkernels.planning.runs.session import Scope
 from tpkernels.planning.runs.shadow import Shadow
 from tpkernels.planning.runs.trace import Recording
@@ -66,10 +66,12 @@ def prove(search: Search, recording: Recording, group: Group, world_size: int) -
 
 
 def _numbers(search: Search, group: Group, scope: Scope, world_size: int) -> Iterator[Attributes]:
-    """Numbers of heads and channels that code reads, where convolutions in groups are ends of the group: SqueezeBERT's
-    make queries, keys and values.  Those of modules around the layers alone: a block like them may run in the scope."""
+    """Numbers of heads and channels that code reads, where convolutions in groups are ends of the group (SqueezeBERT's
+    make queries, keys and values), or linear layers are beside convolutions (ConvBERT's make queries that meet its
+    keys).  Those of modules around the layers alone: a block like them may run in the scope."""
     shadow = search.shadow
-    if not {*group.layers} & shadow.grouped.keys():
+    beside = len(group.layers) <= SMALL_GROUP and {*group.columns} & shadow.layers.keys()
+    if not beside and not {*group.layers} & shadow.grouped.keys():
         return
     levels = zip(*(name.split(".")[:-1] for name in group.layers), strict=False)
     around = "".join(f"{level[0]}." for level in takewhile(lambda level: len({*level}) == 1, levels))

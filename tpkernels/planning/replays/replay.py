@@ -398,7 +398,10 @@ class Replay(KeptParts):
         if taken is not None:
             self.blame = frozenset([taken.group])
             if split != taken.split(last):
-                raise Unproven(f"the input of {name} is {how(split)}, not cut by features in one piece")
+                error = Unproven(f"the input of {name} is {how(split)}, not cut by features in one piece")
+                if split is not None and split == Split(last, split.segments):
+                    error.taken = name, split.segments
+                raise error
         if role is not None and role.kind == "row":
             shape, answer = tuple(whole_out), None
             self._open = False

@@ -336,6 +336,21 @@ def _pad(call: Call) -> Answer:
     return split
 
 
+def _windows(call: Call) -> Answer:
+    """im2col (``torch.nn.functional.unfold``): of each channel all places of a window, one channel after the other."""
+    split, channels = call.cut(), call.rank_of() - 3
+    call.same((1, "kernel_size"), (2, "dilation"), (3, "padding"), (4, "stride"))
+    if split.dim < channels:
+        return split
+    if split.dim > channels:
+        raise Unproven("a dimension of space is cut")
+    _nothing_copied(split)
+    if not split.whole_pieces(call.world_size):
+        raise Unproven(f"{list(split.segments)} do not divide over {call.world_size} ranks", count=min(split.segments))
+    places = call.outputs[0][channels] // call.whole[0][channels]
+    return Split(channels, tuple(size * places for size in split.segments), split.pieces)
+
+
 def _space(dims: int) -> Callable[[Call], Answer]:
     """Windows, borders or more points in the last dimensions, the same for all channels."""
 
@@ -388,7 +403,7 @@ _AROUND: dict[str, Callable[[Call], Answer]] = {
     "_softmax": _along(1, "dim"), "_log_softmax": _along(1, "dim"), "_safe_softmax": _along(1, "dim"),
     "softmax": _along(1, "dim"), "cumsum": _along(1, "dim"), "index_select": _along(1, "dim"), "flip": _reduce,
     "unfold": _along(1, "dimension"),
-    "glu": glu,
+    "glu": glu, "im2col": _windows,
     "sum": _reduce, "mean": _reduce, "amax": _reduce, "amin": _reduce, "var": _reduce, "std": _reduce,
     "var_mean": _reduce, "logsumexp": _reduce, "linalg_vector_norm": lambda call: _vector_norm(call),
     "native_layer_norm": _norm, "_fused_rms_norm": _norm, "rms_norm": _norm,

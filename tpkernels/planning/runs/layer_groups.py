@@ -104,7 +104,7 @@ def find_groups(
         )  # fmt: skip
         for found, ways in ((groups, first), (fed, less)):
             for way in ways:
-                apart = convolutions or way.columns & way.rows == way.scattered
+                apart = way.columns & way.rows <= convolutions | way.scattered
                 left_open = one.asked if one.results else bool(way.columns & one.seen_outside)
                 closed = not left_open and not way.rows & one.open
                 if way.columns and way.rows and apart and closed:
@@ -187,9 +187,15 @@ def _ways(one: Component) -> Iterator[_Way]:
 
 
 def _channel_ways(one: Component, convolutions: Set[str]) -> Iterator[_Way]:
-    """A component with a convolution, in which inner layers take parts and give them: only convolutions can."""
-    if (one.columns | one.rows) & convolutions and one.columns & one.rows <= convolutions:
-        yield _Way(one.columns, one.rows)
+    """A component with a convolution, in which inner layers take parts and give them: convolutions can, and in a
+    component of few layers linear ones (:func:`_scattered_ways`), such as what makes kernels of the queries (ConvBERT).
+    """
+    inner, every = one.columns & one.rows, one.columns | one.rows
+    linear = inner - convolutions
+    if every & convolutions and (
+        not linear or (len(every) <= SMALL_GROUP and inner < one.columns and inner < one.rows)
+    ):
+        yield _Way(one.columns, one.rows, scattered=linear)
 
 
 def _fed_ways(one: Component, tables: Set[str]) -> Iterator[_Way]:
