@@ -10,9 +10,8 @@ was changed or cut off.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
-from math import prod
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +19,20 @@ from torch import nn
 
 from tpkernels.nn.digests import json_digest
 from tpkernels.nn.host_generators import HOSTS
+from tpkernels.planning.entries.plan_values import (
+    check_keys,
+    check_kinds,
+    cut_result,
+    dimensions,
+    for_each_rank,
+    is_count,
+    is_count_or_none,
+    is_flag,
+    is_text,
+    sizes,
+    text,
+    texts,
+)
 from tpkernels.planning.modules.layers import kind_of
 from tpkernels.planning.modules.numbers import number_of, owner_of
 from tpkernels.planning.styles import Column, CopiedHeads, Replicate, Row, Style, style_from_dict, style_to_dict
@@ -47,8 +60,6 @@ _NEW_IN: dict[int, dict[str, Any]] = {
     4: {"fused": [], "unfused": [], "example": ""},
 }
 """What plans of earlier versions lack, and what they have of it; they do not say by which strategy they were made."""
-# No size, and no number of elements or bytes, is as large.
-MOST = 1 << 56
 
 
 @dataclass(frozen=True)
@@ -311,40 +322,40 @@ _LISTS = (
 
 
 def _plan_from(body: dict[str, Any]) -> ShardingPlan:
-    _check_keys("plan", body, ShardingPlan)
-    _check_kinds("plan", body, world_size=_is_count, sequence_parallel=_is_flag, sequence_random=_is_flag)
-    _check_kinds("plan", body, residual_bytes=_is_count_or_none, strategy=_is_strategy)
-    _check_kinds("plan", body, statistic_bytes=_is_count, result_bytes=_is_count, gathered_bytes=_is_count)
+    check_keys("plan", body, ShardingPlan)
+    check_kinds("plan", body, world_size=is_count, sequence_parallel=is_flag, sequence_random=is_flag)
+    check_kinds("plan", body, residual_bytes=is_count_or_none, strategy=_is_strategy)
+    check_kinds("plan", body, statistic_bytes=is_count, result_bytes=is_count, gathered_bytes=is_count)
     entries = []
     for item in body["entries"]:
-        _check_keys("entry", item, Entry)
-        _check_kinds("entry", item, forward=_is_text, backward=_is_text, wire_bytes=_is_count_or_none)
+        check_keys("entry", item, Entry)
+        check_kinds("entry", item, forward=is_text, backward=is_text, wire_bytes=is_count_or_none)
         cuts = []
         for cut in item["parameters"]:
-            _check_keys("parameter", cut, ParameterCut)
-            _check_kinds("parameter", cut, name=_is_text, dim=_is_count_or_none, itemsize=_is_count, tied=_is_flag)
-            local_shapes = tuple(_sizes(shape) for shape in cut["local_shapes"])
+            check_keys("parameter", cut, ParameterCut)
+            check_kinds("parameter", cut, name=is_text, dim=is_count_or_none, itemsize=is_count, tied=is_flag)
+            local_shapes = tuple(sizes(shape) for shape in cut["local_shapes"])
             if len(local_shapes) != body["world_size"]:
                 raise ValueError(f"{item['path']}.{cut['name']} has {len(local_shapes)} local shapes")
-            cuts.append(ParameterCut(**cut | {"shape": _sizes(cut["shape"]), "local_shapes": local_shapes}))
+            cuts.append(ParameterCut(**cut | {"shape": sizes(cut["shape"]), "local_shapes": local_shapes}))
         known: dict[str, Any] = {"style": style_from_dict(item["style"]), "parameters": tuple(cuts)}
-        texts = {key: _text(item[key]) for key in ("path", "kind", "source", "reason", "implementation")}
-        entries.append(Entry(**{**item, **known, **texts, "aliases": _texts(item["aliases"])}))
-    attributes = _for_each_rank("attribute", body["attributes"], body["world_size"])
-    statistics = _for_each_rank("features of", body["statistics"], body["world_size"])
+        said = {key: text(item[key]) for key in ("path", "kind", "source", "reason", "implementation")}
+        entries.append(Entry(**{**item, **known, **said, "aliases": texts(item["aliases"])}))
+    attributes = for_each_rank("attribute", body["attributes"], body["world_size"])
+    statistics = for_each_rank("features of", body["statistics"], body["world_size"])
     for key, (whole, ranks) in statistics.items():
         if sum(ranks) != whole or 0 in ranks:
             raise ValueError(f"the features of {key} are {whole}, and those of its ranks {list(ranks)}")
-    arguments, kept = (_dimensions(body, key) for key in ("arguments", "kept"))
+    arguments, kept = (dimensions(body, key) for key in ("arguments", "kept"))
     gathered = {}
     for key, cut in body["gathered"].items():
-        if len(cut) != 2 or not all(map(_is_count, cut)) or not 0 < cut[1] <= cut[0] or cut[0] % cut[1]:
+        if len(cut) != 2 or not all(map(is_count, cut)) or not 0 < cut[1] <= cut[0] or cut[0] % cut[1]:
             raise ValueError(f"gathered argument {key} must have features and a unit that divides them, got {cut!r}")
-        gathered[_text(key)] = tuple(cut)
-    lists = {key: _texts(body[key]) for key in _LISTS}
-    random = tuple((_text(opener), _text(closer)) for opener, closer in body["random"])
-    shared = tuple(_texts(names) for names in body["shared"])
-    fused = tuple((_text(row), _text(norm), float(epsilon)) for row, norm, epsilon in body["fused"])
+        gathered[text(key)] = tuple(cut)
+    lists = {key: texts(body[key]) for key in _LISTS}
+    random = tuple((text(opener), text(closer)) for opener, closer in body["random"])
+    shared = tuple(texts(names) for names in body["shared"])
+    fused = tuple((text(row), text(norm), float(epsilon)) for row, norm, epsilon in body["fused"])
     styles = {entry.path: entry.style for entry in entries}
     _check_shared(shared, styles)
     for row, norm, _ in fused:
@@ -355,38 +366,11 @@ def _plan_from(body: dict[str, Any]) -> ShardingPlan:
     if body["world_size"] < 1:
         raise ValueError(f"world_size must be at least 1, got {body['world_size']!r}")
     found = {"entries": tuple(entries), "attributes": attributes, "random": random, "shared": shared, "fused": fused}
-    by_weight = {_text(name): _texts(read) for name, read in body["by_weight"].items()}
-    found |= {"arguments": arguments, "model": _text(body["model"]), "example": _text(body["example"])}
+    by_weight = {text(name): texts(read) for name, read in body["by_weight"].items()}
+    found |= {"arguments": arguments, "model": text(body["model"]), "example": text(body["example"])}
     found |= {"by_weight": by_weight, "statistics": statistics, "gathered": gathered, "kept": kept}
-    found["cut_results"] = tuple(_cut_result(cut, body["world_size"]) for cut in body["cut_results"])
+    found["cut_results"] = tuple(cut_result(cut, body["world_size"]) for cut in body["cut_results"])
     return ShardingPlan(**body | lists | found)
-
-
-def _dimensions(body: dict[str, Any], what: str) -> dict[str, tuple[int, int]]:
-    """By name: a dimension that is cut, and how many heads or features there are."""
-    found, world_size = {}, body["world_size"]
-    for key, cut in body[what].items():
-        counts = len(cut) == 2 and all(map(_is_count, cut))
-        if not counts or cut[1] < world_size or (what == "kept" and cut[1] % world_size):
-            raise ValueError(f"{what}: {key} must have a dimension and a number of heads or features, got {cut!r}")
-        found[_text(key)] = cut[0], cut[1]
-    return found
-
-
-def _for_each_rank(what: str, given: Any, world_size: int) -> dict[str, tuple[int, tuple[int, ...]]]:
-    """Numbers by name: the model's, and that of each rank."""
-    found = {_text(key): (_sizes([whole])[0], _sizes(ranks)) for key, (whole, ranks) in given.items()}
-    for key, (_, ranks) in found.items():
-        if len(ranks) != world_size:
-            raise ValueError(f"{what} {key} has values for {len(ranks)} ranks")
-    return found
-
-
-def _cut_result(cut: Any, world_size: int) -> tuple[int, int, int]:
-    found = _sizes(cut)
-    if len(found) != 3 or found[2] < world_size:
-        raise ValueError(f"a result that is cut has a number, a dimension and its size there, got {cut!r}")
-    return found[0], found[1], found[2]
 
 
 def _check_shared(shared: tuple[tuple[str, ...], ...], styles: Mapping[str, Style]) -> None:
@@ -397,52 +381,5 @@ def _check_shared(shared: tuple[tuple[str, ...], ...], styles: Mapping[str, Styl
             raise ValueError(f"{list(names)} cannot share an input: they must be column layers of one mode")
 
 
-def _check_keys(what: str, value: Any, kind: Any) -> None:
-    expected = {f.name for f in fields(kind)}
-    if not isinstance(value, dict) or set(value) != expected:
-        found = sorted(value) if isinstance(value, dict) else value
-        raise ValueError(f"a {what} must have {sorted(expected)}, got {found}")
-
-
-def _check_kinds(what: str, values: Mapping[str, Any], **kinds: Callable[[Any], bool]) -> None:
-    for name, fits in kinds.items():
-        if not fits(values[name]):
-            raise ValueError(f"{name} of a {what} has a value of another kind: {str(values[name])[:80]!r}")
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
 def _is_strategy(value: Any) -> bool:
     return isinstance(value, str) and value in STRATEGIES
-
-
-def _is_flag(value: Any) -> bool:
-    return type(value) is bool
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < MOST
-
-
-def _is_count_or_none(value: Any) -> bool:
-    return value is None or _is_count(value)
-
-
-def _sizes(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list) or not all(map(_is_count, value)) or not _is_count(prod(filter(None, value))):
-        raise ValueError(f"a shape must be a list of sizes, got {value!r}")
-    return tuple(value)
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"a name must be text, got {value!r}")
-    return value
-
-
-def _texts(value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list):
-        raise ValueError(f"names must be a list, got {value!r}")
-    return tuple(_text(item) for item in value)
