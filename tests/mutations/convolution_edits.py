@@ -23,7 +23,7 @@ MEETING, KEYS_VALUES = f"{KEYS} -k channels_meet", f"{KEYS} -k unsharded_model"
 CONVOLUTIONS = (
     Edit("planning/replays/rules.py", "tuple(size * places for size", "tuple(size for size", MEETING),
     Edit("planning/replays/rules.py", "if split.dim < channels:", "if True:", MEETING),
-    Edit("planning/replays/replay.py", "error.taken = name, split.segments", "pass", MEETING),
+    Edit("planning/replays/replay.py", "error.taken = name, split.segments", "error.taken = None", MEETING),
     Edit("planning/runs/layer_groups.py", "linear = inner - convolutions", "linear = inner", MEETING),
     Edit(
         "planning/proofs/pair_proofs.py", "beside = len(group.layers) <= SMALL_GROUP and", "beside = False and", MEETING
