@@ -24,7 +24,7 @@ CONVOLUTIONS = (
     Edit("planning/replays/rules.py", "tuple(size * places for size", "tuple(size for size", MEETING),
     Edit("planning/replays/rules.py", "if split.dim < channels:", "if True:", MEETING),
     Edit("planning/replays/replay.py", "error.taken = name, split.segments", "error.taken = None", MEETING),
-    Edit("planning/runs/layer_groups.py", "linear = inner - convolutions", "linear = inner", MEETING),
+    Edit("planning/runs/layer_groups.py", "rows, scattered=linear)", "rows, scattered=frozenset())", MEETING),
     Edit(
         "planning/proofs/pair_proofs.py", "beside = len(group.layers) <= SMALL_GROUP and", "beside = False and", MEETING
     ),
