@@ -18,27 +18,12 @@ MERGED = "tests/integrations/transformers/test_peft.py -k on_convolutions_merge"
 DROPS, SAYS = f"{PAIRS} -k dropout_between", f"{PAIRS} -k says_why"
 
 KEYS = "tests/planning/test_convolved_keys.py"
-MEETING, KEYS_VALUES = f"{KEYS} -k channels_meet", f"{KEYS} -k unsharded_model"
+MEETING = f"{KEYS} -k channels_meet"
 
 CONVOLUTIONS = (
     Edit("planning/replays/rules.py", "tuple(size * places for size", "tuple(size for size", MEETING),
     Edit("planning/replays/rules.py", "if split.dim < channels:", "if True:", MEETING),
     Edit("planning/replays/replay.py", "error.taken = name, split.segments", "error.taken = None", MEETING),
-    Edit("planning/runs/layer_groups.py", "rows, scattered=linear)", "rows, scattered=frozenset())", MEETING),
-    Edit(
-        "planning/proofs/pair_proofs.py", "beside = len(group.layers) <= SMALL_GROUP and", "beside = False and", MEETING
-    ),
-    Edit("planning/proofs/channel_bytes.py", "Row(scatter_unit=int(gives))", "Row()", MEETING),
-    Edit("planning/proofs/pair_choices.py", "style = replace(style, segments=sizes)", "pass", MEETING),
-    Edit(
-        "sharding/followed_calls.py",
-        "module.sizes_taken if isinstance(module, PackedRowParallelLinear) else ()",
-        "()",
-        KEYS_VALUES,
-    ),
-    Edit(
-        "nn/packed_row.py", '{"weight": (self._stored(1), names)}', '{"weight": (self._stored(0), names)}', KEYS_VALUES
-    ),
     Edit("planning/runs/layer_groups.py", "any(returned[number][2] for number in results)", "False", ENDS),
     Edit("planning/proofs/convolution_pairs.py", " + self.sent_for_results(group)", " + 0", CUT),
     Edit("sharding/outputs.py", "return _gathered(output, self._cut, self._mesh)", "return output", COMPILED),
