@@ -7,18 +7,65 @@
 
 The module is called with the first features of x, as many as say this rank's width; its ``layers`` take x itself
 where they are given that.  It assumes that a plan has proven that nothing else is done with x there.
+
+Where code *moves* rows before the layers take them (``x.transpose(0, 1)``; some rows, written to a tensor of zeros),
+what is shown is a :class:`MovedWidth`, which does the same with the rows of x itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from tpkernels.nn.sliced_arguments import named_arguments, with_arguments
 
-__all__ = ["ShownWidth", "show_width"]
+__all__ = ["MOVES", "MovedWidth", "ShownWidth", "show_width"]
+
+_ROWS = {Tensor.transpose, torch.transpose, Tensor.permute, torch.permute, Tensor.contiguous, Tensor.__getitem__}
+MOVES = frozenset([*_ROWS, Tensor.__setitem__, Tensor.new_zeros])
+"""Functions of a :class:`MovedWidth` that give or change one."""
+
+
+class MovedWidth(Tensor):
+    """The first features of ``whole``; what moves its rows moves those of ``whole`` as well, and gives another one.
+
+    Any other function sees a plain tensor.
+    """
+
+    whole: Tensor
+
+    @staticmethod
+    def of(whole: Tensor, width: int) -> MovedWidth:
+        """Show ``width`` features of a tensor."""
+        return _shown(whole.narrow(-1, 0, width), whole)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is Tensor.__setitem__ and isinstance(args[0], MovedWidth):
+                func(args[0].whole, args[1], args[2].whole if isinstance(args[2], MovedWidth) else args[2])
+            out = func(*args, **kwargs)
+            if not args or not isinstance(args[0], MovedWidth):
+                return out
+            shown, whole = args[0], args[0].whole
+            if func in _ROWS:
+                moved = func(whole, *args[1:], **kwargs)
+                alike = out.shape == (*moved.shape[:-1], shown.shape[-1]) and moved.shape[-1:] == whole.shape[-1:]
+                return _shown(out, moved) if alike else out
+            if func is Tensor.new_zeros and out.dim() and out.shape[-1] == shown.shape[-1]:
+                dtype = kwargs.get("dtype", whole.dtype)
+                return _shown(out, whole.new_zeros((*out.shape[:-1], whole.shape[-1]), dtype=dtype, device=out.device))
+            return out
+
+
+def _shown(first: Tensor, whole: Tensor) -> MovedWidth:
+    made = cast(MovedWidth, first.as_subclass(MovedWidth))
+    made.whole = whole
+    return made
 
 
 class ShownWidth:
@@ -27,8 +74,9 @@ class ShownWidth:
     It holds the tensors of one call, until the call returns, or until the next one where it raises.
     """
 
-    def __init__(self, argument: str, width: int) -> None:
+    def __init__(self, argument: str, width: int, *, moved: bool = False) -> None:
         self.argument, self.width = argument, width
+        self._show: Callable[[Tensor, int], Tensor] = MovedWidth.of if moved else _first
         self._shown: Tensor | None = None
         self._whole: Tensor | None = None
 
@@ -40,7 +88,7 @@ class ShownWidth:
         if not isinstance(x, Tensor) or x.dim() < 1 or x.shape[-1] <= self.width:
             what = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"{self.argument} must be a tensor with more than {self.width} features, got {what}")
-        self._shown, self._whole = x.narrow(-1, 0, self.width), x
+        self._shown, self._whole = self._show(x, self.width), x
         return with_arguments(module, args, kwargs, {self.argument: self._shown})
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -55,12 +103,21 @@ class ShownWidth:
         return tuple(self._taken(value) for value in args), named
 
     def _taken(self, value: Any) -> Any:
+        if isinstance(value, MovedWidth):
+            return value.whole
         return self._whole if value is self._shown else value
 
 
-def show_width(module: nn.Module, argument: str, layers: Iterable[nn.Module], width: int) -> None:
-    """Let the code of ``module`` find ``width`` as the size of ``argument``'s last dimension, from now on."""
-    shown = ShownWidth(argument, width)
+def _first(x: Tensor, width: int) -> Tensor:
+    return x.narrow(-1, 0, width)
+
+
+def show_width(
+    module: nn.Module, argument: str, layers: Iterable[nn.Module], width: int, *, moved: bool = False
+) -> None:
+    """Let the code of ``module`` find ``width`` as the size of ``argument``'s last dimension, from now on; ``moved``:
+    its layers may take rows of it in other places."""
+    shown = ShownWidth(argument, width, moved=moved)
     module.register_forward_pre_hook(shown.before, with_kwargs=True)
     module.register_forward_hook(shown.after)
     for layer in layers:

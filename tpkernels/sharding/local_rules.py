@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tpkernels.planning.replays.picking_rules import rows_written
 from tpkernels.planning.replays.rules import RULES, Call
 from tpkernels.planning.splits import Split, Unproven, group_of, through_view
 
@@ -104,6 +105,23 @@ def _copy(call: Call) -> set[Split]:
     return {split}
 
 
+def _index_put(call: Call) -> set[Split]:
+    """``target[indices] = values``: parts that are written say how the target is cut."""
+    values: Split | None = call.splits[2]
+    if values is None:
+        answer = RULES[aten.index_put](call)
+        return {answer} if isinstance(answer, Split) else set()
+    found = set()
+    for dim in range(call.rank_of()):
+        if call.whole[1][dim : dim + 1] in ([], [None]):
+            shape, place = rows_written(call, dim)
+            if place - len(shape) == values.dim - len(call.whole[2]) and shape[place] == call.whole[2][values.dim]:
+                found.add(values.at(dim))
+    if not found or call.splits[0] not in (None, *found):
+        raise Unproven("a part is written in another layout")
+    return found
+
+
 def _index_copy(call: Call) -> set[Split]:
     """Allow rows that are written along another dimension than the cut one."""
     dim, source = call.whole[1] % len(call.whole[0]), call.splits[3]
@@ -140,5 +158,5 @@ def _bmm(call: Call) -> set[Split]:
 OWN: dict[Any, Callable[[Call], set[Split]]] = {
     aten.view: _view, aten.squeeze: _squeeze, aten.cat: _cat, aten.copy_: _copy,
     aten.bmm: _bmm, aten.convolution: _convolution, aten.index_copy_: _index_copy, aten.index_copy: _index_copy,
-    aten.index_select: _index_select,
+    aten.index_select: _index_select, aten.index_put: _index_put, aten.index_put_: _index_put,
 }  # fmt: skip

@@ -30,7 +30,7 @@ from tpkernels.nn.fused_norm import PendingSum
 from tpkernels.planning.replays.op_call import is_pointwise
 from tpkernels.planning.replays.rules import RULES, Call, pointwise
 from tpkernels.planning.runs.events import Shape, as_shapes, canonical
-from tpkernels.planning.runs.op_arguments import numbers_in
+from tpkernels.planning.runs.op_arguments import INDEXED, has_masks, memory_of, numbers_in
 from tpkernels.planning.splits import Split, Unproven
 from tpkernels.sharding.local_rules import OWN
 
@@ -428,6 +428,9 @@ def _one_reading(
         named["attn_mask split"] = splits.get(id(kwargs["attn_mask"]))
     if packet is aten.index:
         named["indices"] = numbers_in(args[1])
+    if packet in INDEXED:
+        named["masks"] = has_masks(args[1])
+    named |= memory_of(packet, tensors)
     if packet is aten.gather:
         named["index is alike along"] = {dim for dim, size in enumerate(spread[id(args[2])]) if size == 1}
     call = Call(whole, whole, (named, named), [split_of(argument) for argument in args], shapes, 1, 0, mix)

@@ -2,9 +2,9 @@
 
 It owns where they stand: in an attribute of the module (``num_heads``), in the ``config`` that it shares with others
 (``config.num_attention_heads``), or in the shape of what it is called with (``width(x: qkv)``: the last dimension of
-the argument x, which the layer qkv takes).  Only the module that reads a config may see another number there, so it
-gets a view of it: an object of the same class that answers with this rank's numbers, and with the config's own for all
-else, also when that changes later.
+the argument x, which the layer qkv takes; ``width(x, moved: qkv)`` where that takes x transposed, or rows of x).  Only
+the module that reads a config may see another number there, so it gets a view of it: an object of the same class that
+answers with this rank's numbers, and with the config's own for all else, also when that changes later.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from tpkernels.nn.shown_width import show_width
 from tpkernels.planning.modules.layers import layer_of
 from tpkernels.planning.modules.source_reads import methods_of, reached
 
-__all__ = ["config_numbers", "number_of", "owner_of", "root_of", "set_number", "width_in", "width_name"]
+__all__ = ["config_numbers", "may_move", "number_of", "owner_of", "root_of", "set_number", "width_in", "width_name"]
 
 CONFIG = "config"
-_WIDTH = re.compile(r"width\((\w+): ([^()]+)\)")
+_WIDTH = re.compile(r"width\((\w+)(, moved)?: ([^()]+)\)")
 _OWN = frozenset(("_tpk_view", "__class__", "__deepcopy__", "__reduce__", "__reduce_ex__", "__copy__"))
 
 
@@ -57,21 +57,28 @@ def root_of(attribute: str) -> str:
 def set_number(module: nn.Module, attribute: str, value: int) -> None:
     """Let ``module`` alone see ``value`` there."""
     if (read := width_in(attribute)) is not None:
-        show_width(module, read[0], map(module.get_submodule, read[1]), value)
+        show_width(module, read[0], map(module.get_submodule, read[1]), value, moved=may_move(attribute))
         return
     root, _, inner = attribute.partition(".")
     setattr(module, root, _view(getattr(module, root), {inner: value}) if inner else value)
 
 
-def width_name(argument: str, layers: Iterable[str]) -> str:
-    """How the width of an argument of a module is called, which these layers of it take."""
-    return f"width({argument}: {', '.join(layers)})"
+def width_name(argument: str, layers: Iterable[str], *, moved: bool = False) -> str:
+    """How the width of an argument of a module is called, which these layers of it take; ``moved``: or take rows of it
+    that stand in other places."""
+    return f"width({argument}{', moved' if moved else ''}: {', '.join(layers)})"
 
 
 def width_in(attribute: str) -> tuple[str, tuple[str, ...]] | None:
     """The argument and the layers, if the attribute is a width."""
     found = _WIDTH.fullmatch(attribute)
-    return None if found is None else (found[1], tuple(found[2].split(", ")))
+    return None if found is None else (found[1], tuple(found[3].split(", ")))
+
+
+def may_move(attribute: str) -> bool:
+    """Whether code may move the rows of the argument, whose width the attribute is, before layers take them."""
+    found = _WIDTH.fullmatch(attribute)
+    return found is not None and found[2] is not None
 
 
 def config_numbers(module: nn.Module) -> dict[str, int]:

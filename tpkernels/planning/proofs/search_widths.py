@@ -18,6 +18,8 @@ from tpkernels.planning.modules.numbers import width_name
 from tpkernels.planning.proofs.hypotheses import Attributes, Proof, Whole, names_read
 from tpkernels.planning.proofs.search import MAX_LAYERS
 from tpkernels.planning.proofs.search_gathered import SearchGathered
+from tpkernels.planning.replays.width_steps import MOVING
+from tpkernels.planning.runs.events import Source
 from tpkernels.planning.runs.layer_groups import Group
 from tpkernels.planning.runs.session import Scope
 from tpkernels.planning.runs.shadow import Shadow
@@ -92,13 +94,23 @@ class SearchWidths(SearchGathered):
             for argument, x in named_arguments(module, call.args, call.kwargs).items():
                 if not isinstance(x, Tensor) or not x.dim() or not argument.isidentifier():
                     continue  # what stands in a tuple is not shown
-                source = self.recording.source(x)
-                taking = dict.fromkeys(str(event.layer) for event in inside if event.sources == (source,))
+                rows = self._rows_of(x, call)
+                taking = dict.fromkeys(str(event.layer) for event in inside if {*event.sources} & rows)
+                moved = any({*event.sources} & (rows - {self.recording.source(x)}) for event in inside)
                 layers = [name for name in taking if name.startswith(prefix)]
                 wide = all(self.shadow.layers[name].in_features == x.shape[-1] for name in layers)
                 if wide and {*layers} & {*group.columns}:
                     names = [name.removeprefix(prefix) for name in layers]
-                    found[call.name, width_name(argument, names)] = x.shape[-1]
+                    found[call.name, width_name(argument, names, moved=moved)] = x.shape[-1]
+        return found
+
+    def _rows_of(self, x: Tensor, call: Scope) -> set[Source]:
+        """What the code of a call makes of ``x`` by moving its rows, and ``x`` itself."""
+        found = {self.recording.source(x)}
+        for number in range(call.start, call.stop):
+            event = self.recording.events[number]
+            if event.packet in MOVING and found & {*event.sources} and event.outputs[0][-1:] == x.shape[-1:]:
+                found.add((id(self.recording), number, 0))
         return found
 
     def _around_layer(self, layer: str | None) -> str:

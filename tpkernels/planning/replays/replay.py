@@ -25,13 +25,21 @@ from torch.utils._pytree import tree_leaves
 
 from tpkernels.nn.sliced_arguments import named_arguments, with_arguments
 from tpkernels.ops.checks import DTYPES
-from tpkernels.planning.replays.kept_parts import KeptParts
+from tpkernels.planning.replays.constant_parts import ConstantParts
 from tpkernels.planning.replays.op_call import crossed, is_pointwise
 from tpkernels.planning.replays.roles import Role, unlike_ranks
 from tpkernels.planning.replays.rules import RULES, Call, pointwise
 from tpkernels.planning.runs.events import TRANSPARENT, Event, Shape, as_shapes, canonical, constant_of, is_random
 from tpkernels.planning.runs.example_calls import Example
-from tpkernels.planning.runs.op_arguments import numbers_in, same_scalars, shapes_in, without_sizes
+from tpkernels.planning.runs.op_arguments import (
+    INDEXED,
+    has_masks,
+    memory_of,
+    numbers_in,
+    same_scalars,
+    shapes_in,
+    without_sizes,
+)
 from tpkernels.planning.runs.session import Scope
 from tpkernels.planning.runs.shadow import Shadow
 from tpkernels.planning.runs.tensors import storage_of, tensors_in
@@ -44,7 +52,7 @@ aten = torch.ops.aten
 _CONSTANT = {aten.zeros, aten.ones, aten.full, aten.new_zeros, aten.new_ones, aten.new_full, aten.empty, aten.new_empty}
 
 
-class Replay(KeptParts):
+class Replay(ConstantParts):
     """The run of ``rank`` next to ``recording``; ``attributes`` have a value for each rank.
 
     After a run: ``partial`` names parameters whose gradient each rank has a part of, ``units`` the features of each
@@ -77,8 +85,6 @@ class Replay(KeptParts):
         """Groups between whose layers the run is: of linear layers, and those that a convolution has begun."""
         self._drawn: dict[bool, set[int]] = {False: set(), True: set()}
         """Groups between whose layers random numbers were drawn for whole tensors, and for parts."""
-        self._constants: set[int] = set()
-        """Tensors that are the same for each piece, by their ids."""
         self._open_at_entry: dict[str, set[int]] = {}
         """By module: the groups between whose layers it was called last."""
         self._arguments: dict[str, dict[str, Role]] = {}
@@ -189,6 +195,8 @@ class Replay(KeptParts):
         return told
 
     def op(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        if (moved := self.moved(func, args, kwargs, tensors)) is not None:
+            return moved
         self.not_from_before(tensors)
         groups = frozenset().union(*(self._groups.get(id(tensor), frozenset()) for tensor in tensors))
         self.blame = groups or self.blame
@@ -204,6 +212,8 @@ class Replay(KeptParts):
         if event.constant != constant_of(func, tensors):
             raise Unproven("a constant depends on the number of features of one rank")
         local, local_kwargs = as_shapes(args), {key: as_shapes(value) for key, value in kwargs.items()}
+        local_kwargs |= memory_of(packet, tensors)
+        self.before_written(func, args, kwargs)
         splits = [self._splits_of(argument) for argument in args]
         self._check_random(func, args, tensors)
         try:
@@ -217,7 +227,7 @@ class Replay(KeptParts):
             raise Unproven(f"{packet} has {len(outputs)} results, {len(event.outputs)} in the whole model")
         if answers is None:
             answers = [self._constant(Shape(outputs[0].shape), event.outputs[0])]
-            self._constants.add(id(outputs[0]))
+            self.constant_made(packet, outputs[0])
         for output, shape, answer in zip(outputs, event.outputs, answers, strict=True):
             expected = shape if answer is None else answer.local_shape(shape, self.world_size, self.rank)
             if answer != CROSSED and tuple(output.shape) != tuple(expected):
@@ -328,6 +338,8 @@ class Replay(KeptParts):
             named["attn_mask split"] = self._splits.get(id(mask))
         if event.packet is aten.index:
             named["indices"] = numbers_in(args[1])
+        if event.packet in INDEXED:
+            named["masks"] = has_masks(args[1])
         if event.packet is aten.gather:
             sizes = zip(event.whole[2], local[0][2], strict=True)
             named["index is alike along"] = {

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from tpkernels.planning.replays.gate_rules import glu
+from tpkernels.planning.replays.memory_rules import as_strided
 from tpkernels.planning.replays.op_call import Answer, Call, pointwise
-from tpkernels.planning.replays.picking_rules import gather, indexed, rows
+from tpkernels.planning.replays.picking_rules import gather, indexed, put, rows
 from tpkernels.planning.splits import Split, Unproven, through_view
 
 __all__ = ["RULES", "Call", "pointwise"]
@@ -408,6 +409,7 @@ _AROUND: dict[str, Callable[[Call], Answer]] = {
     "var_mean": _reduce, "logsumexp": _reduce, "linalg_vector_norm": lambda call: _vector_norm(call),
     "native_layer_norm": _norm, "_fused_rms_norm": _norm, "rms_norm": _norm,
     "max": _reduce, "min": _reduce, "index": indexed, "gather": gather, "copy_": _copy, "embedding": rows,
+    "index_put": put, "index_put_": put, "as_strided": as_strided,
     "_prelu_kernel": _copy, "mm": _mm, "addmm": _addmm, "bmm": _bmm, "baddbmm": _baddbmm, "constant_pad_nd": _pad,
     **{name: _space(dims) for dims, names in _SPACE.items() for name in names},
     "convolution": _convolution, "linalg_solve_triangular": _solved,

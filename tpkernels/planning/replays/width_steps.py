@@ -3,19 +3,38 @@
 It owns :class:`WidthSteps`, between the steps that take statistics of parts and the replay of ops.  A module is called
 with a tensor of that width, which no step of the recording has made.  The layers that the guess names take the whole
 one, and whatever else takes it is told to take another tensor than the whole model.
+
+Code may move rows of such a tensor, where the guess says so: it transposes them, picks some, and writes these to zeros
+(Longformer's queries of all tokens).  Each such op is replayed on the whole tensor, and its result is shown in turn
+(:class:`tpkernels.nn.shown_width.MovedWidth` does the same, where the code calls the functions that it follows).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-from tpkernels.planning.modules.numbers import width_in
+from tpkernels.nn.shown_width import MOVES
+from tpkernels.planning.modules.numbers import may_move, width_in
 from tpkernels.planning.replays.statistic_steps import StatisticSteps
+from tpkernels.planning.runs.events import TRANSPARENT
 from tpkernels.planning.splits import Unproven
 
-__all__ = ["WidthSteps"]
+__all__ = ["MOVING", "WidthSteps"]
+
+aten = torch.ops.aten
+MOVING = {aten.transpose, aten.permute, aten.index, aten.index_put_, aten.new_zeros, *TRANSPARENT}
+"""Ops that may take a tensor of which the width is shown."""
+
+
+class _Shown:
+    """What stands behind a tensor that shows a width: the whole one, the layers that take it, whether it may move."""
+
+    def __init__(self, shown: Tensor, whole: Tensor, layers: frozenset[str], *, moves: bool) -> None:
+        self.shown, self.whole, self.layers, self.moves = shown, whole, layers, moves
 
 
 class WidthSteps(StatisticSteps):
@@ -23,18 +42,20 @@ class WidthSteps(StatisticSteps):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._widths: dict[str, list[tuple[str, tuple[str, ...], int]]] = {}
-        """By module: an argument, the layers that take it, and the width that is shown."""
-        self._shown: dict[int, tuple[Tensor, frozenset[str]]] = {}
-        """For tensors that show a width: the whole one, and the layers that take it instead."""
+        self._widths: dict[str, list[tuple[str, int]]] = {}
+        """By module: a name of a width, and what is shown."""
+        self._shown: dict[int, _Shown] = {}
         for (module, attribute), width in self.attributes.items():
-            if (read := width_in(attribute)) is not None:
-                self._widths.setdefault(module, []).append((*read, width))
+            if width_in(attribute) is not None:
+                self._widths.setdefault(module, []).append((attribute, width))
 
     def shown_to(self, module: str, taken: dict[str, Any]) -> dict[str, Tensor]:
         """What stands for arguments of a call of ``module``."""
         found = {}
-        for argument, layers, width in self._widths.get(module, ()):
+        for attribute, width in self._widths.get(module, ()):
+            read = width_in(attribute)
+            assert read is not None
+            argument, layers = read
             whole = taken.get(argument)
             if not isinstance(whole, Tensor):
                 continue
@@ -42,16 +63,49 @@ class WidthSteps(StatisticSteps):
                 raise Unproven(f"{argument} of {module} is not whole")
             part = self.new_output(whole, (*whole.shape[:-1], width), whole.dtype)
             prefix = f"{module}." if module else ""
-            self._shown[id(part)] = whole, frozenset(f"{prefix}{layer}" for layer in layers)
+            names = frozenset(f"{prefix}{layer}" for layer in layers)
+            self._shown[id(part)] = _Shown(part, whole, names, moves=may_move(attribute))
             found[argument] = part
         return found
 
     def taken_by(self, layer: str, x: Tensor) -> Tensor:
         """The tensor that a layer takes, which is called with ``x``."""
-        whole, layers = self._shown.get(id(x), (x, frozenset([layer])))
-        if layer not in layers:
+        known = self._shown.get(id(x))
+        if known is None:
+            return x
+        if layer not in known.layers:
             raise Unproven(f"{layer} takes a tensor of which only the width may be read")
-        return whole
+        return known.whole
+
+    def moved(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        """Run an op on rows of a tensor that shows a width, here and on the whole one; None for any other op."""
+        given = [known for tensor in tensors if (known := self._shown.get(id(tensor))) is not None and known.moves]
+        followed = self.function in MOVES and func.overloadpacket in MOVING
+        if not given or not followed or args[0] is not given[0].shown:
+            return None
+        first = given[0]
+        width, features = first.shown.shape[-1], first.whole.shape[-1]
+        whole_args = tree_map_only(Tensor, self._whole_for, args)
+        shows = True
+        if func.overloadpacket is aten.new_zeros:
+            shows = [*args[1]][-1:] == [width]
+            whole_args = (whole_args[0], [*args[1][:-1], features], *args[2:]) if shows else whole_args
+        whole_tensors = [self._whole_for(tensor) for tensor in tensors]
+        made = self.op(func, whole_args, kwargs, whole_tensors)
+        if not shows:
+            return made
+        self.kept.append(made)
+        self.alike.passed(func, whole_args, kwargs, whole_tensors, [made])
+        self.requiring.passed(func, whole_tensors, [made])
+        out = func(*args, **kwargs)
+        if tuple(out.shape) != (*made.shape[:-1], width) or made.shape[-1] != features or id(made) in self._splits:
+            raise Unproven(f"{func.overloadpacket} moves features of a tensor of which only the width may be read")
+        self._shown[id(out)] = _Shown(out, made, first.layers, moves=True)
+        return out
+
+    def _whole_for(self, tensor: Tensor) -> Tensor:
+        known = self._shown.get(id(tensor))
+        return tensor if known is None else known.whole
 
     def _is_whole(self, tensor: Tensor, where: str) -> None:
         if id(tensor) in self._shown:

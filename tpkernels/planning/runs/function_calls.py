@@ -52,7 +52,11 @@ class _Statistics(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        statistic = statistic_of(func, args, kwargs)
-        if statistic is None:
-            return func(*args, **kwargs)
-        return self.session.statistic_taken(statistic, lambda: func(*args, **kwargs))
+        statistic, before = statistic_of(func, args, kwargs), self.session.function
+        self.session.function = func
+        try:
+            if statistic is None:
+                return func(*args, **kwargs)
+            return self.session.statistic_taken(statistic, lambda: func(*args, **kwargs))
+        finally:
+            self.session.function = before

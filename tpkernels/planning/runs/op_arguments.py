@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,16 +11,18 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from tpkernels.planning.runs.events import Shape
 
-__all__ = ["numbers_in", "same_scalars", "shapes_in", "without_sizes"]
+__all__ = ["INDEXED", "has_masks", "memory_of", "numbers_in", "same_scalars", "shapes_in", "without_sizes"]
 
 aten = torch.ops.aten
 _SIZES: dict[Any, tuple[int, ...]] = {
     aten.view: (1,), aten.expand: (1,), aten.slice: (2, 3), aten.split: (1,), aten.split_with_sizes: (1,),
     aten.full: (0,), aten.new_full: (1,), aten.zeros: (0,), aten.ones: (0,), aten.empty: (0,),
-    aten.new_zeros: (1,), aten.new_ones: (1,), aten.new_empty: (1,), aten.convolution: (8,),
+    aten.new_zeros: (1,), aten.new_ones: (1,), aten.new_empty: (1,), aten.convolution: (8,), aten.as_strided: (1, 2, 3),
 }  # fmt: skip
 """Arguments that say how large a result is, and may be others on one rank; all others must be the whole model's."""
-_SIZE_NAMES = {"size", "start", "end", "split_size", "split_sizes", "output_size"}
+_SIZE_NAMES = {"size", "start", "end", "split_size", "split_sizes", "output_size", "memory"}
+INDEXED = {aten.index, aten.index_put, aten.index_put_}
+"""Ops that are given indices as second argument."""
 
 
 def shapes_in(value: Any) -> list[Shape]:
@@ -48,6 +51,16 @@ def same_scalars(whole: Any, local: Any) -> bool:
     if isinstance(whole, dict):
         return whole.keys() == local.keys() and all(same_scalars(whole[key], local[key]) for key in whole)
     return bool(whole == local)
+
+
+def memory_of(packet: Any, tensors: Sequence[Tensor]) -> dict[str, Any]:
+    """For an op that takes elements by their places in memory: how its tensor lies there, as one argument more."""
+    return {"memory": (tensors[0].stride(), tensors[0].storage_offset())} if packet is aten.as_strided else {}
+
+
+def has_masks(indices: Any) -> bool:
+    """Whether some of the indices say of each element whether it is meant; the numbers of others are meant."""
+    return any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in indices)
 
 
 def numbers_in(indices: Any) -> list[int] | None:

@@ -122,6 +122,8 @@ class Session(Told, TorchDispatchMode):
         """How many values opaque modules asked for, and whether a condition was among them."""
         self.inside: list[str] = []
         """Modules that are being called, the innermost last."""
+        self.function: Any = None
+        """Of torch, that the model's code is calling."""
         self.alike = Alike()
         self.turns: Turns | None = None
         self.decided_before = 0

@@ -38,6 +38,7 @@ from tpkernels.planning.runs.events import (
 )
 from tpkernels.planning.runs.example_calls import Example
 from tpkernels.planning.runs.function_calls import StatisticCall
+from tpkernels.planning.runs.op_arguments import memory_of
 from tpkernels.planning.runs.session import BLANK, Node, Scope, Session
 from tpkernels.planning.runs.shadow import Shadow
 from tpkernels.planning.runs.shared_conditions import Turns
@@ -177,6 +178,7 @@ class Recording(Session):
         self._note_readers(tensors)
         # Before it runs: ``unsqueeze_`` changes the shape of what it is given.
         whole, named = as_shapes(args), {key: as_shapes(value) for key, value in kwargs.items()}
+        named |= memory_of(canonical(func), tensors)
         out = func(*args, **kwargs)
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         self._link(tensors, outputs, is_random(func, args))
