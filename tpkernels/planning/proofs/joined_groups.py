@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TypeVar
 
-from tpkernels.planning.proofs.hypotheses import Proof
+from tpkernels.planning.modules.numbers import may_move, width_in, width_name
+from tpkernels.planning.proofs.hypotheses import Attributes, Proof
 from tpkernels.planning.runs.layer_groups import Group
 
 __all__ = ["join"]
@@ -29,7 +30,7 @@ def join(first: Group, one: Proof, second: Group, other: Proof) -> tuple[Group, 
     proof = replace(
         one,
         segments={**other.segments, **one.segments},
-        attributes=other.attributes | one.attributes,
+        attributes=_one_of_each_argument(other.attributes | one.attributes),
         whole_attributes=other.whole_attributes | one.whole_attributes,
         copies={**other.copies, **one.copies},
         slices={**other.slices, **one.slices},
@@ -37,6 +38,25 @@ def join(first: Group, one: Proof, second: Group, other: Proof) -> tuple[Group, 
         arguments={**other.arguments, **one.arguments},
     )
     return group, proof
+
+
+def _one_of_each_argument(attributes: Attributes) -> Attributes:
+    """Widths of an argument that both proofs show, to layers of their own, as one that is shown to all of these."""
+    found: Attributes = {}
+    shown: dict[tuple[str, str], tuple[str, str]] = {}
+    for (module, attribute), values in attributes.items():
+        read, key = width_in(attribute), (module, attribute)
+        known = None if read is None else shown.get((module, read[0]))
+        if read is not None and known is not None and found[known] == values:
+            before = width_in(known[1])
+            assert before is not None
+            moved = may_move(attribute) or may_move(known[1])
+            del found[known]
+            key = module, width_name(read[0], _both(before[1], read[1]), moved=moved)
+        if read is not None:
+            shown[module, read[0]] = key
+        found[key] = values
+    return found
 
 
 def _both(some: tuple[T, ...], others: tuple[T, ...]) -> tuple[T, ...]:

@@ -88,9 +88,9 @@ class WholeReplays:
             call, first, after = self.observation.calls[id(recording)], id(recording), recording.after
             self.shadow.set_mode(mode)
             if widths:
-                dice = recording.dice
+                dice, settled = recording.dice, recording.settled
                 recording = Recording(self.shadow, whole, widths, recording.after, recording.paths, recording.turns)
-                recording.dice = dice
+                recording.dice, recording.settled = dice, settled
                 recording.run(call)
             replays = [Replay(self.shadow, recording, roles, attributes, self.world_size, rank) for rank in ranks]
             for number, replay in enumerate(replays):

@@ -69,7 +69,8 @@ class WholeSteps(Gradients):
         asked = tuple(map(self.source, tensors))
         if number >= len(self.recording.decisions) or self.recording.decisions[number].asked != asked:
             raise Unproven("with one rank's sizes the model asks for another condition")
-        super().before_decision(number, tensors)
+        if number not in self.recording.settled:
+            super().before_decision(number, tensors)
 
     def before_opaque(self, name: str, args: Any, kwargs: Any) -> None:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]

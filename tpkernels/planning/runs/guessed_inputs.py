@@ -41,6 +41,10 @@ class Tokens:
     def ids(self, length: int) -> Tensor:
         return torch.zeros(self.batch, length, dtype=torch.long, device="meta")
 
+    def marks(self) -> Tensor:
+        """A mask of the first word of each sequence, which code may ask for its numbers."""
+        return (torch.arange(self.length) == 0).long().expand(self.batch, -1).clone()
+
     def floats(self, *shape: int) -> Tensor:
         return torch.zeros((self.batch, *shape), device="meta")
 
@@ -85,7 +89,8 @@ def further_calls(model: nn.Module, kwargs: Mapping[str, Any], *, keeps: bool = 
 
 def other_ways(model: nn.Module, sizes: Tokens, kwargs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Calls that may run layers which the guess ``kwargs`` does not: a decoder with what another model has encoded
-    (TrOCR), and each switch of the signature turned on (the fine path of Granite Docling)."""
+    (TrOCR), each switch of the signature turned on (the fine path of Granite Docling), and each mask that may be left
+    out, with the first word of each sequence marked (global attention of Longformer)."""
     parameters = inspect.signature(model.forward).parameters
     if "encoder_hidden_states" in parameters and "encoder_hidden_states" not in kwargs:
         width = _number(getattr(model, "config", None), ENCODED_NAMES)
@@ -94,6 +99,9 @@ def other_ways(model: nn.Module, sizes: Tokens, kwargs: Mapping[str, Any]) -> It
     for name, one in parameters.items():
         if one.default is False and not name.startswith(_TOLD):
             yield dict(kwargs) | {name: True}
+    for name, one in parameters.items():
+        if one.default is None and name.endswith("_mask") and name not in kwargs:
+            yield dict(kwargs) | {name: sizes.marks()}
 
 
 def towers(model: nn.Module, sizes: Tokens) -> Iterator[tuple[str, list[dict[str, Any]]]]:

@@ -37,6 +37,7 @@ from tpkernels.planning.runs.shared_conditions import (
     Turns,
     Undecided,
     check_stretches,
+    settled_in,
     turns_of,
 )
 from tpkernels.planning.runs.tensors import storage_of
@@ -119,7 +120,11 @@ def _with_all_answers(shadow: Shadow, call: Example, after: Recording | None) ->
                 runs[turns] = _agreed(shadow, call, after, turns)
     if asked > MOST_ENUMERATED:
         check_stretches(runs)
+    settled = settled_in(runs.values())
     every = [(run, _on_other_paths(shadow, call, run)) for run in runs.values()]
+    for run, others in every:
+        for one in (run, *others):
+            one.settled = settled
     first = max(runs.values(), key=lambda run: len(run.layer_rows))
     first.others = [one for run, others in every for one in (run, *others) if one is not first]
     return first

@@ -24,12 +24,13 @@ contrary.
 
 A run that raises proves nothing, and its conditions are left to the modules that ask.  But where it has contradicted
 the numbers that it was given, it is no run of the model: what the numbers say is taken as sizes are, and such a run is
-left out.
+left out.  A condition to which only the told answer leads to a run is *settled*, as that of an ``assert`` is: the path
+does not branch there, and the stretches before and behind it are one, so that what is cut may pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -51,6 +52,7 @@ __all__ = [
     "Turns",
     "Undecided",
     "check_stretches",
+    "settled_in",
     "turn_of",
     "turns_of",
 ]
@@ -125,6 +127,13 @@ def turns_of(conditions: int) -> list[Turns]:
     if conditions <= MOST_ENUMERATED:
         return list(product((False, True), repeat=conditions))
     return [(False,), (True,), (False, True), (True, False)]
+
+
+def settled_in(runs: Iterable[Recording]) -> frozenset[int]:
+    """The numbers of conditions that all ``runs`` answer as the numbers of the example tell."""
+    asked = [(number, one) for run in runs for number, one in enumerate(run.decisions)]
+    other = {number for number, one in asked if one.truth is None or one.contradicts}
+    return frozenset(number for number, _ in asked) - other
 
 
 def check_stretches(runs: Mapping[Turns, Recording]) -> None:

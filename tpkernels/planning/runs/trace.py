@@ -70,8 +70,10 @@ class Recording(Session):
         self.paths, self.turns = paths, turns
         self.decided_at: list[int] = []
         """Of the conditions that were answered by turns: the event that came next."""
+        self.settled: frozenset[int] = frozenset()
+        """The numbers of those to which only one answer leads to a run,"""
         self.others: list[Recording] = []
-        """Of the same call, on all other paths, and with other answers."""
+        """and of the same call the recordings on all other paths, and with other answers."""
         self.rest_at: dict[int, Rest] = {}
         """By event: what a branching module ran."""
         self.widths, self.after = dict(widths), after
