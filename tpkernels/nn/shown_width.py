@@ -15,7 +15,7 @@ what is shown is a :class:`MovedWidth`, which does the same with the rows of x i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -63,7 +63,7 @@ class MovedWidth(Tensor):
 
 
 def _shown(first: Tensor, whole: Tensor) -> MovedWidth:
-    made = cast(MovedWidth, first.as_subclass(MovedWidth))
+    made = first.as_subclass(MovedWidth)
     made.whole = whole
     return made
 

@@ -13,6 +13,8 @@ from typing import Any
 __all__ = ["INPUTS"]
 
 _IDS = ("int", (2, 7), 64)
+_GLOBAL = ("is", [[1, 0, 0, 0, 0, 0, 0], [0, 0, 1, 1, 0, 0, 0]])
+"""Words that attend to all others."""
 _SERIES = {
     "past_values": ("float", (2, 15)),
     "past_time_features": ("float", (2, 15, 1)),
@@ -97,7 +99,9 @@ INPUTS: dict[str, dict[str, Any]] = {
         "image_embeds_position_mask": ("is", [[0] + [1] * 4 + [0] * 6] * 2),
     },
     "kyutai_speech_to_text": {"input_ids": ("int", (2, 7, 5), 32)},
+    "led": {"input_ids": _IDS, "decoder_input_ids": ("int", (2, 5), 64), "global_attention_mask": _GLOBAL},
     "lightglue": {"pixel_values": ("float", (2, 2, 3, 64, 64))},
+    "longformer": {"input_ids": _IDS, "global_attention_mask": _GLOBAL},
     "luke": {
         "input_ids": _IDS,
         "entity_ids": ("int", (2, 3), 64),
