@@ -10,6 +10,7 @@ from tests.mutations.fp8_edits import FP8
 from tests.mutations.planner_edits import PLANNER
 from tests.mutations.same_bits_edits import SAME_BITS
 from tests.mutations.trainer_edits import TRAINERS
+from tests.mutations.window_edits import WINDOWS
 
 __all__ = ["EDITS", "Edit"]
 
@@ -429,4 +430,5 @@ EDITS = (
     *PLANNER,
     *SAME_BITS,
     *TRAINERS,
+    *WINDOWS,
 )

@@ -49,6 +49,15 @@ class Switched(Two):
         return self.both(True, pixel_values) if fine else self.run(True, pixel_values)
 
 
+class Marked(Two):
+    """Longformer: words that are marked attend to all others."""
+
+    def forward(self, input_ids: Any, every_mask: Any = None) -> Any:
+        if every_mask is None or not (every_mask > 0).any():
+            return self.run(True, input_ids)
+        return self.both(len(every_mask.nonzero()) == 3, input_ids)
+
+
 class Tiles(Two):
     """Llama 3.2 Vision."""
 
@@ -141,6 +150,7 @@ class Heard(Unusual):
 @pytest.mark.parametrize("model", [
     Decoder(hidden_size=8, cross_attention_hidden_size=12),
     Switched("pixel_values", image_size=16),
+    Marked(),
     Tiles(vision_config=SimpleNamespace(max_num_tiles=4, image_size=16)),
     Protein(),
     Sound(audio_config=SimpleNamespace(num_mel_bins=6, n_window=20)),
