@@ -33,6 +33,7 @@ from tpkernels.planning.proofs.decision import OWN_CODE, Decision, decide
 from tpkernels.planning.proofs.head_counts import refuse_more_ranks_than_heads
 from tpkernels.planning.proofs.hypotheses import Attributes, Slice
 from tpkernels.planning.proofs.inner_blocks import find_inner_blocks
+from tpkernels.planning.proofs.own_products import told
 from tpkernels.planning.proofs.pair_choices import numbers_by_channel, pair_choices, refuse_by_hand, seen_elsewhere
 from tpkernels.planning.proofs.search_gathered import gathered_arguments
 from tpkernels.planning.proofs.tied_groups import tied_layers
@@ -41,7 +42,13 @@ from tpkernels.planning.proofs.why_alone import Neighbours
 from tpkernels.planning.replays.replay import Role
 from tpkernels.planning.replays.sequence_flow import Stream, follow
 from tpkernels.planning.runs.example_inputs import Observation, observe
-from tpkernels.planning.runs.row_counts import bytes_of_statistics, count_rows, elements_in, untrained_in
+from tpkernels.planning.runs.row_counts import (
+    bytes_of_products,
+    bytes_of_statistics,
+    count_rows,
+    elements_in,
+    untrained_in,
+)
 from tpkernels.planning.runs.trace_leaks import nothing_left
 from tpkernels.planning.runs.weight_reads import called_by_weight
 from tpkernels.planning.splits import degrees, for_degrees
@@ -207,12 +214,14 @@ class _Planner:
         )
         strategy = "rules" if self.observation is None else "auto"
         statistics, (gathered, sent) = self.decision.statistics, gathered_arguments(self.decision.proven, firsts)
+        products, dims = told(self.decision.products)
         return replace(
             plan, by_weight=called_by_weight(seen, styles), strategy=strategy, statistics=statistics,
             statistic_bytes=bytes_of_statistics(firsts, statistics, self.world_size), draws_from=self._draws_from(),
             cut_results=self.decision.cut_results, result_bytes=self.decision.result_bytes,
             gathered=gathered, gathered_bytes=sent * (self.world_size - 1) // self.world_size,
             kept={".".join(filter(None, key)): cut for key, cut in self.decision.kept.items()},
+            products=products, product_bytes=bytes_of_products(firsts, dims, self.world_size),
         )  # fmt: skip
 
     def _draws_from(self) -> tuple[str, ...]:
@@ -326,7 +335,6 @@ class _Planner:
                 self.chosen.setdefault(name, Chosen(half, "data flow", f"small beside {other}, which is cut"))
         for group, proof in self.decision.proven.items():
             self.feeders |= {*group.feeders, *group.summed, *proof.feeders}
-            self.attributes |= proof.attributes
             self.arguments |= proof.arguments
             rows = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in group.rows))
             for name in (name for name in group.columns if name not in group.scattered):
@@ -351,7 +359,7 @@ class _Planner:
         whole_stream = nn.Linear not in self.by_itself  # else what a feeder gives would be cut along the sequence
         return decide(
             self.observation, self.world_size, excluded, loose, feeders=whole_stream, pairs=whole_stream,
-            ties=self.twins,
+            ties=self.twins, asked=self.forced,
         )  # fmt: skip
 
     def _by_channels(self, name: str) -> bool:
@@ -361,7 +369,8 @@ class _Planner:
     def _choose_slices(self) -> None:
         """Cut parameters of modules that stay with the heads that they meet."""
         found: dict[str, dict[str, Slice]] = {}
-        for proof in self.decision.proven.values():
+        for proof in (self.decision.proven | self.decision.products).values():
+            self.attributes |= proof.attributes
             for parameter, cut in proof.slices.items():
                 owner, _, key = parameter.rpartition(".")
                 found.setdefault(owner, {})[key] = cut

@@ -79,6 +79,7 @@ from tpkernels.sharding.block_masks import drop_by_blocks, refuse_draws
 from tpkernels.sharding.fused_norms import fuse_norms
 from tpkernels.sharding.kept_caches import keep_in_modules
 from tpkernels.sharding.outputs import whole_outputs
+from tpkernels.sharding.own_products import differ_between_products, multiply_parts
 from tpkernels.sharding.randomness import Fork, differ_between, leave_on_errors, share_in
 from tpkernels.sharding.replacements import replacements
 from tpkernels.sharding.replicas import compare_models
@@ -264,6 +265,7 @@ def parallelize(
             gather_arguments(modules[name], parts, tp)
         call_by_weight(plan.by_weight, modules)
         take_over_parts(plan.statistics, modules, tp)
+        multiplying = multiply_parts(plan.products, styles, modules, tp)
         keep_in_modules(plan.kept, modules, tp)
         for feeder in {id(modules[name]): modules[name] for name, style in styles.items()
                        if isinstance(style, Column | Row | Replicate) and style.summed_gradient}.values():  # fmt: skip
@@ -276,11 +278,15 @@ def parallelize(
             drop_by_blocks(model, modules, plan.random, tp, same_bits)
         else:
             begun: list[Fork] = []
-            forks += [differ_between(opener, closer, modules, tp, begun) for opener, closer in plan.random]
+            for opener, closer in plan.random:
+                if opener in modules:
+                    forks.append(differ_between(opener, closer, modules, tp, begun))
+                else:
+                    forks.append(differ_between_products(multiplying[opener.rpartition(".")[0]], tp, begun))
             for name in plan.whole_draws:
                 share_in(modules[name], forks)
         leave_on_errors(model, forks)
-        if any(map(makes_parts, styles.values())):
+        if plan.products or any(map(makes_parts, styles.values())):
             whole_outputs(model, tp, plan.cut_results)
     elif same_bits:
         refuse_draws(

@@ -24,6 +24,7 @@ from tpkernels.nn.multihead import ParallelMultiheadAttention
 from tpkernels.nn.packed import PackedColumnParallelLinear
 from tpkernels.nn.packed_row import PackedRowParallelLinear
 from tpkernels.nn.paired_convolution import gives_channels, segments_given, segments_taken, takes_channels
+from tpkernels.nn.parameter_products import multiplied_by
 from tpkernels.nn.part_statistics import taken_of
 from tpkernels.nn.row import RowParallelLinear
 from tpkernels.nn.sliced import read_packed, sliced_parameters
@@ -79,6 +80,7 @@ class Followed(AbstractContextManager["Followed"]):
         told = read_packed.set(self._packed_read)
         self.stack.callback(read_packed.reset, told)
         self.stack.callback(convolved.reset, convolved.set(self._convolved))
+        self.stack.callback(multiplied_by.reset, multiplied_by.set(self._multiplied))
         self.stack.callback(taken_of.reset, taken_of.set(self._statistic_taken))
         self.stack.enter_context(self.parts)
         return self
@@ -91,6 +93,21 @@ class Followed(AbstractContextManager["Followed"]):
             self.other_ways.append(
                 f"this call takes a sum, a mean or a spread of a whole tensor of {list(x.shape)}, where the plan knows "
                 f"those of features that are cut: {_ANOTHER_PATH}"
+            )
+
+    def _multiplied(self, module: nn.Module, name: str, tensor: Tensor, dim: int, sums: bool) -> None:
+        """A product with this rank's part of a parameter gives a part, or (``sums``) takes one."""
+        if threading.get_ident() != self.thread or id(module) not in self.names:
+            return
+        split, mark = Split(dim, (tensor.shape[dim],)), self.parts.of(tensor)
+        path = ".".join(filter(None, (self.names[id(module)], name)))
+        if not sums:
+            self.parts.mark(tensor, frozenset([split]))
+        elif not mark:
+            self.unknown.append(path)
+        elif split not in mark:
+            self.other_ways.append(
+                f"this call multiplies a part by {path} that is not cut as the parameter is: {_ANOTHER_PATH}"
             )
 
     def __exit__(self, *_: object) -> None:

@@ -35,7 +35,7 @@ from tpkernels.planning.entries.plan_values import (
 )
 from tpkernels.planning.modules.layers import kind_of
 from tpkernels.planning.modules.numbers import number_of, owner_of
-from tpkernels.planning.styles import Column, CopiedHeads, Replicate, Row, Style, style_from_dict, style_to_dict
+from tpkernels.planning.styles import Column, CopiedHeads, Replicate, Row, Sliced, Style, style_from_dict, style_to_dict
 
 __all__ = ["STRATEGIES", "Entry", "ParameterCut", "ShardingPlan"]
 
@@ -53,6 +53,8 @@ _NEW_IN: dict[int, dict[str, Any]] = {
         "gathered": {},
         "gathered_bytes": 0,
         "kept": {},
+        "products": {},
+        "product_bytes": 0,
     },
     7: {"strategy": "auto"},
     6: {"by_weight": {}},
@@ -168,6 +170,11 @@ class ShardingPlan:
     features, and the unit that ranks have multiples of."""
     gathered_bytes: int = 0
     """Sent by one rank for these in a forward and a backward pass over the example."""
+    products: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Modules whose code multiplies by parameters that are cut (``torch.einsum("ibh,hnd->ibnd", x, self.q)``), and
+    these: ranks sum the gradient of x, or the result, as with columns and rows."""
+    product_bytes: int = 0
+    """Sent by one rank for these in a forward and a backward pass over the example."""
     strategy: str = "auto"
     """By which :func:`make_plan` found it: "auto" or "rules"."""
 
@@ -205,6 +212,7 @@ class ShardingPlan:
     def wire_bytes(self) -> int:
         """Bytes that one rank sends in a forward and a backward pass over the example, on average over the ranks."""
         beside = (self.residual_bytes or 0) + self.statistic_bytes + self.result_bytes + self.gathered_bytes
+        beside += self.product_bytes
         return beside + sum(entry.wire_bytes or 0 for entry in self.entries)
 
     @property
@@ -259,6 +267,11 @@ class ShardingPlan:
             *(one for name, read in self.by_weight.items() for one in (name, *read)),
         )
         wrong += [f"there is no module {name!r}" for name in others if name not in modules]
+        styles = self.styles
+        for name, products in self.products.items():
+            style = styles.get(name)
+            cut = {one for one, _ in style.parameters} if isinstance(style, Sliced) else set()
+            wrong += [f"{name!r} multiplies by {one!r}, which is not cut" for one in products if one not in cut]
         for key, (whole, _) in self.attributes.items():
             name, attribute = owner_of(key, modules)
             if name in modules and number_of(modules[name], attribute) != whole:
@@ -326,6 +339,7 @@ def _plan_from(body: dict[str, Any]) -> ShardingPlan:
     check_kinds("plan", body, world_size=is_count, sequence_parallel=is_flag, sequence_random=is_flag)
     check_kinds("plan", body, residual_bytes=is_count_or_none, strategy=_is_strategy)
     check_kinds("plan", body, statistic_bytes=is_count, result_bytes=is_count, gathered_bytes=is_count)
+    check_kinds("plan", body, product_bytes=is_count)
     entries = []
     for item in body["entries"]:
         check_keys("entry", item, Entry)
@@ -366,9 +380,17 @@ def _plan_from(body: dict[str, Any]) -> ShardingPlan:
     if body["world_size"] < 1:
         raise ValueError(f"world_size must be at least 1, got {body['world_size']!r}")
     found = {"entries": tuple(entries), "attributes": attributes, "random": random, "shared": shared, "fused": fused}
-    by_weight = {text(name): texts(read) for name, read in body["by_weight"].items()}
+    by_weight, products = (
+        {text(name): texts(some) for name, some in body[key].items()} for key in ("by_weight", "products")
+    )
     found |= {"arguments": arguments, "model": text(body["model"]), "example": text(body["example"])}
-    found |= {"by_weight": by_weight, "statistics": statistics, "gathered": gathered, "kept": kept}
+    found |= {
+        "by_weight": by_weight,
+        "products": products,
+        "statistics": statistics,
+        "gathered": gathered,
+        "kept": kept,
+    }
     found["cut_results"] = tuple(cut_result(cut, body["world_size"]) for cut in body["cut_results"])
     return ShardingPlan(**body | lists | found)
 

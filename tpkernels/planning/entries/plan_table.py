@@ -153,6 +153,8 @@ def _totals(plan: ShardingPlan) -> list[str]:
         lines.append(f"gathered: {', '.join(_gathered(plan))}, which sends {_bytes(plan.gathered_bytes)}")
     lines += [f"kept {line}" for line in _kept(plan)]
     lines += [f"called where {line}" for line in _by_weight(plan)]
+    if plan.products:
+        lines.append(f"products with parts: {', '.join(_products(plan))}, which sends {_bytes(plan.product_bytes)}")
     if plan.statistics:
         sent = _bytes(plan.statistic_bytes)
         lines.append(f"sums, means and spreads over all ranks: of {', '.join(_statistics(plan))}, which sends {sent}")
@@ -214,6 +216,14 @@ def _by_weight(plan: ShardingPlan) -> list[str]:
         f"{_name(pattern, modules) or plan.model} multiplies by the weight: {layers}"
         for (pattern, layers), modules in found.items()
     ]
+
+
+def _products(plan: ShardingPlan) -> list[str]:
+    """As for attributes."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for module, names in plan.products.items():
+        found.setdefault((_pattern(module), ", ".join(names)), []).append(module)
+    return [f"{names} of {_name(pattern, modules) or plan.model}" for (pattern, names), modules in found.items()]
 
 
 def _statistics(plan: ShardingPlan) -> list[str]:

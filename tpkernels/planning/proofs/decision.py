@@ -21,6 +21,7 @@ from tpkernels.planning.modules.part_norms import KnownNorm, find_norms
 from tpkernels.planning.proofs.decided_pairs import decide_pairs
 from tpkernels.planning.proofs.hypotheses import Proof
 from tpkernels.planning.proofs.joined_groups import join
+from tpkernels.planning.proofs.own_products import decide_products
 from tpkernels.planning.proofs.random_draws import may_drop, random_pairs
 from tpkernels.planning.proofs.replay_checks import drawn_for_whole, half_partial
 from tpkernels.planning.proofs.search_again import SearchAgain
@@ -55,6 +56,8 @@ class Decision:
     """Groups of convolutions, and of layers beside them, that are cut by channels;"""
     unpaired: dict[Group, Unproven] = field(default_factory=dict)
     """why others are not."""
+    products: dict[Group, Proof] = field(default_factory=dict)
+    """Groups of parameters that code multiplies by itself."""
     by_channel: set[str] = field(default_factory=set)
     """What works on each channel by itself, and takes channels that are cut."""
     gathering: set[str] = field(default_factory=set)
@@ -92,6 +95,7 @@ def decide(
     says_all: bool = True,
     pairs: bool = False,
     ties: Ties = MappingProxyType({}),
+    asked: Collection[str] = (),
 ) -> Decision:
     """Prove what can be proven.
 
@@ -100,6 +104,7 @@ def decide(
         ties: layers that may, if all that share a parameter with them are cut alike.
         feeders: whether layers that stay whole may have their gradients summed.
         pairs: whether convolutions may be cut in pairs.
+        asked: modules that a user's overrides name, of which nothing else is cut.
         says_all: whether the plan can say that segments of a packed layer are copied, and arguments of modules cut.
         forced: roles of a user's overrides outside of any group that would be found; they are part of the last replay.
     """
@@ -111,6 +116,7 @@ def decide(
     for ranks in dict.fromkeys((divisor(world_size), world_size)):
         decider = _Decider(observation, observation.shadow, observation.recording, ranks, excluded, forced)
         decider.whole_inputs, decider.says_all, decider.pairs = not feeders, says_all, pairs and not degrees()
+        decider.asked = asked
         decider.ties, decider.gathers = ties, feeders and says_all and not degrees()
         widest = decider.run(widest)
     assert widest is not None
@@ -140,6 +146,7 @@ class _Decider:
         self.gathers = False
         """Whether modules may take all of what a column gives."""
         self.ties: Ties = {}
+        self.asked: Collection[str] = ()
         self._widest: Mapping[Group, Proof] | None = None
 
     def run(self, widest: Decision | None) -> Decision:
@@ -165,8 +172,10 @@ class _Decider:
             self._pair_convolutions(frozenset())
             if left := self.shadow.grouped.keys() - self.decision.by_channel:
                 self._pair_convolutions(left)
+            self._multiply_parts()
         if not self.observation.mode.training:
-            self.noisy = {group for group in self.decision.proven if may_drop(self.shadow, self.scopes[group])}
+            self.noisy = {group for group, scope in self.scopes.items() if may_drop(self.shadow, scope)}
+            self.noisy &= self.decision.proven.keys() | self.decision.products.keys()
         self.decision.random = random_pairs(self.observation, self.noisy)
         for group, error in self.decision.refused.items():
             if group.size <= SMALL_GROUP or error.count:
@@ -376,6 +385,16 @@ class _Decider:
         self.decision.whole_draws = tuple(sorted(replay.whole_draws))
         self.decision.statistics = dict(sorted(replay.statistics.items()))
         self.decision.kept = dict(sorted(replay.kept_parts.items()))
+
+    def _multiply_parts(self) -> None:
+        """Cut modules by parameters that their code multiplies by itself, beside what is cut already."""
+        proven, pairs = self.decision.proven, self.decision.pairs
+        barred = {name.rpartition(".")[0] for proof in (proven | pairs).values() for name in proof.slices}
+        found = decide_products(self.replays, proven, pairs, barred | {*self.asked})
+        if found.replay is not None:
+            self._take(found.replay, [*proven, *pairs, *found.products])
+            self.decision.products = found.products
+            self.scopes |= {group: group.multiplied[0].rpartition(".")[0] for group in found.products}
 
     def _pair_convolutions(self, grouped: Set[str]) -> None:
         """Cut convolutions in pairs as well, beside what is cut already.

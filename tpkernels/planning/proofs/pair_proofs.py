@@ -41,7 +41,10 @@ def roles_of(group: Group, shadow: Shadow, proof: Proof, number: int = 0) -> dic
     gives = {name: Role("column", proof.segments[name], number) for name in group.columns}
     takes = {name: proof.taken.get(name, (shadow.sizes[name].in_features,)) for name in group.rows}
     found = both_roles(gives, {name: Role("row", sizes, number) for name, sizes in takes.items()})
-    return found | {name: Role("slice", cut.runs, number, dim=cut.dim) for name, cut in proof.slices.items()}
+    kinds = dict.fromkeys((*group.multiplied, *group.summing), "product")
+    return found | {
+        name: Role(kinds.get(name, "slice"), cut.runs, number, dim=cut.dim) for name, cut in proof.slices.items()
+    }
 
 
 def prove(search: Search, recording: Recording, group: Group, world_size: int) -> Proof:

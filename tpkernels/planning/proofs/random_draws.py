@@ -13,9 +13,10 @@ __all__ = ["may_drop", "random_pairs"]
 
 
 def random_pairs(observation: Observation, noisy: Collection[Group]) -> list[tuple[str, str]]:
-    """Of groups with such draws: pairs of the first column that runs, and of the row that ends the group."""
-    column = {name: group for group in noisy for name in group.columns}
-    row = {name: group for group in noisy for name in group.rows if name not in group.scattered}
+    """Of groups with such draws: pairs of the first column that runs, and of the row that ends the group; or of the
+    parameters in their place."""
+    column = {name: group for group in noisy for name in (*group.columns, *group.multiplied)}
+    row = {name: group for group in noisy for name in (*group.rows, *group.summing) if name not in group.scattered}
     opened: dict[Group, str] = {}
     pairs: dict[tuple[str, str], None] = {}
     for name in (name for _, recording in observation.firsts for name in _calls(recording)):
@@ -37,8 +38,10 @@ def may_drop(shadow: Shadow, scope: str) -> bool:
 
 
 def _calls(recording: Recording) -> Iterator[str]:
-    """Layers, and what works by channels, in the order of their calls."""
+    """Layers, what works by channels, and parameters that code multiplies by, in the order of their calls."""
     for number, event in enumerate(recording.events):
+        if number in recording.product_calls:
+            yield recording.product_calls[number].name
         if number in recording.channel_calls:
             yield recording.channel_calls[number].name
         if event.layer is not None:

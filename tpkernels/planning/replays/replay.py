@@ -91,7 +91,7 @@ class Replay(ConstantParts):
         """By module: arguments of which it takes a part."""
         self._begin(0, len(recording.events))
         for name, role in roles.items():
-            if role.kind == "slice":
+            if role.kind in ("slice", "product"):
                 self._slice(name, role)
             elif role.kind == "argument":
                 module, _, argument = name.rpartition(":")

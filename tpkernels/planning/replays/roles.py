@@ -20,6 +20,7 @@ class Role:
     Every rank has the last ``copied`` segments but ``behind`` whole, and a share of the gradients of their rows of the
     weight.  A "row" that is ``summed`` gives to parts what it has summed, and sums the gradient of that as well.
     A "slice" is a parameter of some other module, by its name, of which each rank has its part of dimension ``dim``.
+    A "product" is one by which code multiplies, as a column's or a row's weight.
     An "argument" (``module:name``) is one of a call of a module that takes its part of each run of so many heads.
     So has one that is "gathered", whose module takes all of what a column gives.
     A "table" is whole, and its rows meet parts.

@@ -1,9 +1,9 @@
 """Steps of a replay that take a sum, a mean or a spread over features that are cut, between a column and its row.
 
-It owns :class:`StatisticSteps`, between the steps that are cut by channels and those that show a width.  Such a call is
-one step (:mod:`tpkernels.nn.part_statistics`): what it gives is whole, and each rank has a share of its gradient.  It
-is proven only in the module that calls the layers of the group, or inside of it, and where the parallel model can tell
-these calls from others by their number of features.
+It owns :class:`StatisticSteps`, between the steps that are cut by channels and products with parameters.  Such a call
+is one step (:mod:`tpkernels.nn.part_statistics`): what it gives is whole, and each rank has a share of its gradient.
+It is proven only in the module that calls the layers of the group, or inside of it, and where the parallel model can
+tell these calls from others by their number of features.
 """
 
 from __future__ import annotations
@@ -68,6 +68,8 @@ class StatisticSteps(ChannelSteps):
         """Whether it is over all features of a group in one piece, and in the module around its layers, or in that."""
         groups = self._groups[id(statistic.x)]
         layers = [name for name, role in self.roles.items() if role.group in groups and role.kind in ("column", "row")]
+        if not layers:
+            return False  # between parameters
         around = PurePosixPath(commonpath([name.replace(".", "/") for name in layers]))
         asked = PurePosixPath(module.replace(".", "/"))
         near = around.is_relative_to(asked) or asked.is_relative_to(around)

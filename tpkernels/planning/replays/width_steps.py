@@ -1,6 +1,6 @@
 """Steps of a replay with inputs of which a module's code may read this rank's width, and nothing else.
 
-It owns :class:`WidthSteps`, between the steps that take statistics of parts and the replay of ops.  A module is called
+It owns :class:`WidthSteps`, between products with parameters and the replay of ops.  A module is called
 with a tensor of that width, which no step of the recording has made.  The layers that the guess names take the whole
 one, and whatever else takes it is told to take another tensor than the whole model.
 
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from tpkernels.nn.shown_width import MOVES
 from tpkernels.planning.modules.numbers import may_move, width_in
-from tpkernels.planning.replays.statistic_steps import StatisticSteps
+from tpkernels.planning.replays.product_steps import ProductSteps
 from tpkernels.planning.runs.events import TRANSPARENT
 from tpkernels.planning.splits import Unproven
 
@@ -37,7 +37,7 @@ class _Shown:
         self.shown, self.whole, self.layers, self.moves = shown, whole, layers, moves
 
 
-class WidthSteps(StatisticSteps):
+class WidthSteps(ProductSteps):
     """A run next to a recording, of one rank."""
 
     def __init__(self, *args: Any) -> None:

@@ -1,7 +1,8 @@
 """What a run sees of the functions that a model's code calls, before they are ops.
 
-It owns the list of these function modes, and the one for sums, means and spreads over the last dimension: one rank has
-a part of what they are taken over (:mod:`tpkernels.nn.part_statistics`).
+It owns the list of these function modes, and two of them.  One is for sums, means and spreads over the last dimension:
+one rank has a part of what they are taken over (:mod:`tpkernels.nn.part_statistics`).  The other is for products with
+parameters that are no layer's (:mod:`tpkernels.nn.parameter_products`).
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch.overrides import TorchFunctionMode
 
+from tpkernels.nn.parameter_products import Product, product_of
 from tpkernels.nn.part_statistics import Statistic, statistic_of
 from tpkernels.planning.modules.shape_reads import ShapesAsked
 from tpkernels.planning.runs.weight_reads import WeightReads
@@ -19,7 +22,7 @@ from tpkernels.planning.runs.weight_reads import WeightReads
 if TYPE_CHECKING:
     from tpkernels.planning.runs.session import Session
 
-__all__ = ["StatisticCall", "functions_seen"]
+__all__ = ["ProductCall", "StatisticCall", "functions_seen"]
 
 
 class StatisticCall(NamedTuple):
@@ -35,11 +38,28 @@ class StatisticCall(NamedTuple):
     shape: tuple[int, ...]
 
 
+class ProductCall(NamedTuple):
+    """One product with a parameter in a recording, by the event that it begins with."""
+
+    product: Product
+    name: str
+    """The parameter's."""
+    stop: int
+    """The first event behind it."""
+    source: Any
+    """Of x."""
+    result: Any
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trained: bool
+    """Whether somebody wants the gradient of x."""
+
+
 @contextmanager
 def functions_seen(session: Session) -> Iterator[None]:
     """Within it, the session is told of functions that its model's code calls."""
     shadow = session.shadow
-    with ShapesAsked(shadow.owners, shadow.asked), WeightReads(session), _Statistics(session):
+    with ShapesAsked(shadow.owners, shadow.asked), WeightReads(session), _Statistics(session), _Products(session):
         yield
 
 
@@ -60,3 +80,18 @@ class _Statistics(TorchFunctionMode):
             return self.session.statistic_taken(statistic, lambda: func(*args, **kwargs))
         finally:
             self.session.function = before
+
+
+class _Products(TorchFunctionMode):
+    def __init__(self, session: Session) -> None:
+        super().__init__()
+        self.session = session
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        product = product_of(func, args, kwargs)
+        if product is None:
+            return func(*args, **kwargs)
+        return self.session.product_taken(product, lambda: func(*args))

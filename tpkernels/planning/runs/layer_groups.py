@@ -46,6 +46,10 @@ class Group:
     """What the model returns of it, which is gathered: numbers of :attr:`Recording.returned`."""
     gathered: tuple[tuple[str, str, str], ...] = ()
     """Modules that take all of what a column gives: the module, its argument, and the column."""
+    multiplied: tuple[str, ...] = ()
+    """In place of columns: parameters of one module, by whose parts its code multiplies;"""
+    summing: tuple[str, ...] = ()
+    """and in place of rows: those whose products are summed."""
 
     @property
     def layers(self) -> tuple[str, ...]:

@@ -24,7 +24,15 @@ from tpkernels.planning.runs.events import Event
 from tpkernels.planning.runs.session import Scope
 from tpkernels.planning.runs.trace import Recording
 
-__all__ = ["Elements", "bytes_given", "bytes_of_statistics", "count_rows", "elements_in", "untrained_in"]
+__all__ = [
+    "Elements",
+    "bytes_given",
+    "bytes_of_products",
+    "bytes_of_statistics",
+    "count_rows",
+    "elements_in",
+    "untrained_in",
+]
 
 
 class Elements(NamedTuple):
@@ -91,6 +99,25 @@ def bytes_of_statistics(
                 item = 8 if (call.statistic.dtype or x.dtype) == torch.float64 else 4
                 sent = 2 * numbers * item * _rows(x) * (world_size - 1) // world_size
                 one[call.module] = one.get(call.module, 0) + sent
+        found |= one
+    return sum(found.values())
+
+
+def bytes_of_products(recordings: Sequence[Recording], dims: Mapping[str, int], world_size: int) -> int:
+    """What one rank sends for products with parameters that are cut, by name along dimensions, over all calls: the
+    gradient of x, where somebody wants it, or the result.
+
+    Of several examples the first that multiplies by one counts.
+    """
+    found: dict[str, int] = {}
+    for recording in reversed(recordings):
+        one: dict[str, int] = {}
+        for call in recording.product_calls.values():
+            place = call.product.place(dims[call.name]) if call.name in dims else None
+            if place is not None:
+                numbers = prod(call.shape) if place[0] else call.product.x.numel() * call.trained
+                sent = 2 * numbers * call.dtype.itemsize * (world_size - 1) // world_size
+                one[call.name] = one.get(call.name, 0) + sent
         found |= one
     return sum(found.values())
 

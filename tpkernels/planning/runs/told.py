@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from tpkernels.nn.parameter_products import Product
 from tpkernels.nn.part_statistics import Statistic
 from tpkernels.planning.runs.conditions import Rest
 from tpkernels.planning.runs.gradient_code import Works
@@ -75,6 +76,10 @@ class Told:
 
     def statistic_taken(self, statistic: Statistic, run: Callable[[], Tensor]) -> Tensor:
         """A mean or a spread of the last dimension (``nn/part_statistics.py``), also inside of an opaque module."""
+        return run()
+
+    def product_taken(self, product: Product, run: Callable[[], Tensor]) -> Tensor:
+        """A product that may be with a parameter (``nn/parameter_products.py``), also inside of an opaque module."""
         return run()
 
     def channels_called(self, name: str, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_leaves
 
 from tpkernels.nn.host_generators import host_states
+from tpkernels.nn.parameter_products import Product
 from tpkernels.nn.part_statistics import Statistic
 from tpkernels.planning.modules.channel_modules import ChannelCall
 from tpkernels.planning.modules.part_norms import NormCall, numbers_in
@@ -37,7 +38,7 @@ from tpkernels.planning.runs.events import (
     is_random,
 )
 from tpkernels.planning.runs.example_calls import Example
-from tpkernels.planning.runs.function_calls import StatisticCall
+from tpkernels.planning.runs.function_calls import ProductCall, StatisticCall
 from tpkernels.planning.runs.op_arguments import memory_of
 from tpkernels.planning.runs.session import BLANK, Node, Scope, Session
 from tpkernels.planning.runs.shadow import Shadow
@@ -105,7 +106,9 @@ class Recording(Session):
         self.norm_calls: dict[int, NormCall] = {}
         """Of modules that may be norms, by the event that each begins with."""
         self.statistics: dict[int, StatisticCall] = {}
-        """Of sums, means and spreads over the last dimension, in the same way."""
+        """Of sums, means and spreads over the last dimension, in the same way,"""
+        self.product_calls: dict[int, ProductCall] = {}
+        """and of products with parameters that are no layer's."""
         self.channel_calls: dict[int, ChannelCall] = {}
         """Of modules that can be cut by channels, in the same way,"""
         self.called_otherwise: set[str] = set()
@@ -268,6 +271,14 @@ class Recording(Session):
         if self.quiet is None:
             where = self.innermost, len(self.events), source, self.source(y)
             self.statistics[start] = StatisticCall(statistic, *where, tuple(y.shape))
+        return y
+
+    def product_taken(self, product: Product, run: Callable[[], Tensor]) -> Tensor:
+        start, source, y = len(self.events), self.source(product.x), run()
+        name = self.shadow.names.get(id(product.weight))
+        if name is not None and self.quiet is None and id(product.weight) not in self.shadow.owners:
+            where, x = (len(self.events), source, self.source(y)), product.x
+            self.product_calls[start] = ProductCall(product, name, *where, tuple(y.shape), y.dtype, x in self.requiring)
         return y
 
     def channels_called(self, name: str, forward: Any, x: Tensor) -> Tensor:
