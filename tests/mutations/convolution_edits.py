@@ -18,12 +18,27 @@ MERGED = "tests/integrations/transformers/test_peft.py -k on_convolutions_merge"
 DROPS, SAYS = f"{PAIRS} -k dropout_between", f"{PAIRS} -k says_why"
 
 KEYS = "tests/planning/test_convolved_keys.py"
-MEETING = f"{KEYS} -k channels_meet"
+MEETING, COUNTED = f"{KEYS} -k channels_meet", f"{KEYS} -k 'channels_meet and counted'"
+KEYS_VALUES = f"{KEYS} -k 'unsharded_model and 2'"
 
 CONVOLUTIONS = (
     Edit("planning/replays/rules.py", "tuple(size * places for size", "tuple(size for size", MEETING),
     Edit("planning/replays/rules.py", "if split.dim < channels:", "if True:", MEETING),
-    Edit("planning/replays/replay.py", "error.taken = name, split.segments", "error.taken = None", MEETING),
+    Edit("planning/runs/layer_groups.py", "rows, scattered=linear)", "rows, scattered=frozenset())", MEETING),
+    Edit(
+        "planning/proofs/pair_proofs.py", "beside = len(group.layers) <= SMALL_GROUP and", "beside = False and", COUNTED
+    ),
+    Edit("planning/proofs/channel_bytes.py", "Row(scatter_unit=int(gives))", "Row()", MEETING),
+    Edit("planning/proofs/pair_choices.py", "style = replace(style, segments=sizes)", "pass", MEETING),
+    Edit(
+        "sharding/followed_calls.py",
+        "module.sizes_taken if isinstance(module, PackedRowParallelLinear) else ()",
+        "()",
+        KEYS_VALUES,
+    ),
+    Edit(
+        "nn/packed_row.py", '{"weight": (self._stored(1), names)}', '{"weight": (self._stored(0), names)}', KEYS_VALUES
+    ),
     Edit("planning/runs/layer_groups.py", "any(returned[number][2] for number in results)", "False", ENDS),
     Edit("planning/proofs/convolution_pairs.py", " + self.sent_for_results(group)", " + 0", CUT),
     Edit("sharding/outputs.py", "return _gathered(output, self._cut, self._mesh)", "return output", COMPILED),
@@ -87,7 +102,7 @@ CONVOLUTIONS = (
     Edit("nn/paired_convolution.py", "copy_fresh(self, fresh, mesh_of(weight))", "del fresh", VALUES),
     Edit("planning/entries/plan_entries.py", 'and style.taken and name == "bias"', "and False", CUT),
     Edit("planning/proofs/pair_proofs.py", "() if name in inner else _cuts_of", "_cuts_of", WHOLE),
-    Edit("planning/replays/channel_steps.py", "error.taken = name, split.segments", "pass", CUT),
+    Edit("planning/splits.py", "error.taken = name, split.segments", "pass", CUT),
     Edit("sharding/followed_calls.py", "sizes=segments_taken(module)", "sizes=()", VALUES),
     Edit("nn/paired_convolution.py", "dim=channels, shard_sizes=chunk", "dim=0, shard_sizes=chunk", VALUES),
     Edit("planning/proofs/convolution_pairs.py", "if name in recording.direct or name", "if name", WHOLE),

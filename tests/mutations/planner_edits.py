@@ -237,10 +237,8 @@ PLANNER = (
     Edit("planning/replays/whole_steps.py", "self._taken(tensors)", "self._completed(tensors)", f"{FOLLOWED} -k pick"),
     Edit("planning/replays/whole_steps.py", "in sources]", "in ()]", f"{HEADS} -k kernel"),
     Edit("planning/proofs/search_widths.py", "any(_AGAIN in name for name in read)", "False", f"{WIDTHS} -k more"),
-    Edit("planning/replays/width_steps.py", "layer not in layers", "False", f"{WIDTHS} -k more"),
     Edit("planning/replays/width_steps.py", "id(tensor) in self._shown", "not True", f"{WIDTHS} -k more"),
     Edit("planning/replays/width_steps.py", "layer not in known.layers", "False", f"{WIDTHS} -k more"),
-    Edit("planning/replays/width_steps.py", "id(tensor) in self._shown", "False", f"{WIDTHS} -k more"),
     Edit("nn/shown_width.py", "self._shown = self._whole = None", "pass", f"{WIDTHS} -k whole_tensor"),
     Edit(PICKING, "table.at(len(call.outputs[0]) - 1)", "table.at(0)", f"{HEADS} -k of_all_blocks"),
     Edit(

@@ -28,7 +28,7 @@ from tpkernels.partition import array_split_sizes, chunk_sizes, halves, held_siz
 __all__ = [
     "CROSSED", "HandedOn", "Split", "Unproven", "as_array_split", "degrees", "divisor", "for_degrees", "group_of",
     "has_places", "held", "how", "part_of_constant", "parts_of_runs", "pieces_of", "raised", "share", "shared_runs",
-    "through_view",
+    "takes_otherwise", "through_view",
 ]  # fmt: skip
 
 _even: ContextVar[bool] = ContextVar("as_array_split", default=False)
@@ -84,8 +84,8 @@ class Unproven(Exception):
     ``count``: how many heads, or other indivisible pieces, stood against the number of ranks.  ``parameters``: of which
     whole tensors among the arguments of the op are made that met parts; ``layers``: what whole activations came from;
     ``met``: how the whole tensor that met a part would have to be cut; ``segmented``: whether the segments alone are to
-    blame, whatever numbers a rank's code reads; ``taken``: a convolution, and the segments of channels that it would
-    have to take parts of.
+    blame, whatever numbers a rank's code reads; ``taken``: a convolution or a linear layer, and the segments that it
+    would have to take parts of.
     """
 
     def __init__(self, reason: str, *, count: int = 0) -> None:
@@ -96,6 +96,14 @@ class Unproven(Exception):
         self.met: Split | None = None
         self.segmented = False
         self.taken: tuple[str, tuple[int, ...]] | None = None
+
+
+def takes_otherwise(name: str, split: Split | None, dim: int, features: str) -> Unproven:
+    """A layer takes what is not cut as its weight is; in segments of that dimension, another weight could be."""
+    error = Unproven(f"the input of {name} is {how(split)}, not cut by {features}")
+    if split is not None and split == Split(dim, split.segments):
+        error.taken = name, split.segments
+    return error
 
 
 def raised(error: Exception) -> Unproven:

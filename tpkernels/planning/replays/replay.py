@@ -44,7 +44,17 @@ from tpkernels.planning.runs.session import Scope
 from tpkernels.planning.runs.shadow import Shadow
 from tpkernels.planning.runs.tensors import storage_of, tensors_in
 from tpkernels.planning.runs.trace import Recording
-from tpkernels.planning.splits import CROSSED, HandedOn, Split, Unproven, divisor, how, part_of_constant, raised
+from tpkernels.planning.splits import (
+    CROSSED,
+    HandedOn,
+    Split,
+    Unproven,
+    divisor,
+    how,
+    part_of_constant,
+    raised,
+    takes_otherwise,
+)  # fmt: skip
 
 __all__ = ["Replay", "Role", "unlike_ranks"]
 
@@ -322,8 +332,7 @@ class Replay(ConstantParts):
             return [CROSSED] * len(event.outputs)
         if event.packet in _CONSTANT:  # x.new_zeros(...): the numbers in it are not x's
             return None
-        rule = RULES.get(event.packet)
-        if rule is not None:
+        if (rule := RULES.get(event.packet)) is not None:
             return self._by_rule(rule, event, local, splits, arguments)
         if not is_pointwise(func):
             raise Unproven(f"no rule says what {event.packet} does to parts")
@@ -410,10 +419,7 @@ class Replay(ConstantParts):
         if taken is not None:
             self.blame = frozenset([taken.group])
             if split != taken.split(last):
-                error = Unproven(f"the input of {name} is {how(split)}, not cut by features in one piece")
-                if split is not None and split == Split(last, split.segments):
-                    error.taken = name, split.segments
-                raise error
+                raise takes_otherwise(name, split, last, "features in one piece")
         if role is not None and role.kind == "row":
             shape, answer = tuple(whole_out), None
             self._open = False

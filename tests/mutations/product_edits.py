@@ -1,0 +1,27 @@
+"""Seeded faults of products with parameters that are cut, as edits of one line."""
+
+from __future__ import annotations
+
+from tests.mutations.edit import Edit
+
+__all__ = ["OWN_PRODUCTS"]
+
+PRODUCTS = "tests/planning/test_own_products.py"
+
+OWN_PRODUCTS = (
+    Edit(
+        "planning/replays/product_steps.py",
+        'name.rpartition(".")[0] in self.inside',
+        "True",
+        f"{PRODUCTS} -k each_head",
+    ),
+    Edit("planning/proofs/own_products.py", "if call.name not in alone:", "if False:", f"{PRODUCTS} -k two_modules"),
+    Edit("nn/parameter_products.py", "copy_to_group(product.x, self.own.mesh)", "product.x", f"{PRODUCTS} -k compute"),
+    Edit("nn/parameter_products.py", "if taken != held:", "if False:", f"{PRODUCTS} -k not_proven_for"),
+    Edit(
+        "sharding/own_products.py",
+        "fork.enter(y.device, mesh.get_local_rank())",
+        "pass",
+        f"{PRODUCTS} -k other_numbers",
+    ),
+)
