@@ -11,9 +11,9 @@ PRODUCTS = "tests/planning/test_own_products.py"
 OWN_PRODUCTS = (
     Edit(
         "planning/replays/product_steps.py",
-        'name.rpartition(".")[0] in self.inside',
-        "True",
-        f"{PRODUCTS} -k each_head",
+        "answer, self._open = role.split(dim)",
+        "answer, self._open = role.split(0)",
+        f"{PRODUCTS} -k with_what",
     ),
     Edit("planning/proofs/own_products.py", "if call.name not in alone:", "if False:", f"{PRODUCTS} -k two_modules"),
     Edit("nn/parameter_products.py", "copy_to_group(product.x, self.own.mesh)", "product.x", f"{PRODUCTS} -k compute"),

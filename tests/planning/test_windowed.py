@@ -94,6 +94,7 @@ def test_windows_that_overlap_keep_the_parts_of_other_dimensions(rank: int) -> N
         (lambda s: [s[0], 8], lambda s: [2, 1], 0, "elements of different parts"),
         (lambda s: [s[0], 8], lambda s: [8, 1], 4, "what lies beside the tensor"),
         (lambda s: [s[0], 4 * s[0]], lambda s: [4, 1], 0, "elements of different parts"),
+        (lambda s: [s[0], 2], lambda s: [8, s[0]], 0, "elements of different parts"),
         (lambda s: [s[0], 4], lambda s: [4 * (7 - s[0]), 1], 0, "elements of different parts|beside"),
     ],
 )
@@ -131,6 +132,7 @@ def _index(shape: Any) -> Any:
 def test_rows_are_picked_in_dimensions_that_do_not_follow_each_other() -> None:
     assert indexed(picking([(7,), None, (7,)], Split(1, (4,)))) == Split(1, (4,))
     assert indexed(picking([None, (7, 2), None, (2,)], Split(2, (6,)))) == Split(3, (6,))
+    assert indexed(picking([None, (7,), None, (7,)], Split(0, (3,)))) == Split(1, (3,))
     assert indexed(picking([None, (7, 2)], Split(2, (6,)))) == Split(3, (6,))
     assert indexed(picking([None, None, (2,)], Split(1, (4,)))) == Split(1, (4,))
     with pytest.raises(Unproven, match="a mask and other indices"):

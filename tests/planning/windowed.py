@@ -30,10 +30,10 @@ class Windowed(nn.Module):
         heads = [y.view(length, batch, self.heads, EACH).transpose(0, 1) for y in (query, key, value)]
         products = torch.einsum("bcxd,bcyd->bcxy", *(self.windows(y) for y in heads[:2]))
         scores = products.new_zeros(batch * self.heads, products.shape[1] + 1, WINDOW, 2 * WINDOW)
-        scores[:, :-1] = products[:, :, :WINDOW]
-        scores[:, -1] = products[:, -1, WINDOW:]
         if self.how == "twice":
             scores[:, 0, :, 0] = heads[0].permute(2, 0, 1, 3).reshape(self.heads * batch, length, EACH)[:, :WINDOW, 0]
+        scores[:, :-1] = products[:, :, :WINDOW]
+        scores[:, -1] = products[:, -1, WINDOW:]
         weights = scores.view(batch, self.heads, length, 2 * WINDOW).transpose(1, 2).tanh().sum(-1, keepdim=True)
         y = (weights * heads[2]).transpose(0, 1).reshape(length, batch, width)
         if (marked > 0).any() if self.how == "asks" else some:
