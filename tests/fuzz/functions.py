@@ -107,6 +107,12 @@ def _convolved(x: Tensor) -> Tensor:
     return F.conv1d(F.pad(x.transpose(1, 2), (1, 0)), weight, groups=x.shape[-1]).transpose(1, 2)
 
 
+def _feature_put(turned: Tensor, *, in_place: bool = False) -> Tensor:
+    """Zeros as the first of the features, which come first."""
+    first, zero = (torch.zeros(1, dtype=torch.long),), turned.new_zeros(())
+    return turned.index_put_(first, zero) if in_place else turned.index_put(first, zero)
+
+
 def _convolved_over_features(x: Tensor) -> Tensor:
     return F.conv1d(x, torch.ones(x.shape[1], 1, 3, dtype=x.dtype), padding=1, groups=x.shape[1])
 
@@ -262,6 +268,9 @@ TRAPS: dict[str, Any] = {
     "first_features_set": lambda x, w: _copied(x, lambda y: y[..., :2].copy_(w[..., :2])),
     "scattered_features": lambda x, w: x.scatter_add(-1, x.argsort(-1), x.tanh()),
     "index_put_of_features": lambda x, w: x.index_put((torch.arange(x.shape[0]),), x.new_ones(()), accumulate=True),
+    "one_feature_put": lambda x, w: _feature_put(x.transpose(0, 2)).transpose(0, 2),
+    "one_feature_put_in_place": lambda x, w: _copied(x, lambda y: _feature_put(y.transpose(0, 2), in_place=True)),
+    "first_feature_by_its_place": lambda x, w: x.contiguous().as_strided(x.shape, (*x.contiguous().stride()[:2], 0)),
     "counts_of_the_largest": lambda x, w: x * (1 + torch.bincount(x.argmax(-1).flatten(), minlength=9)[:1]),
     "unfolded_features": lambda x, w: x + x.unfold(-1, 2, 64).sum(-1)[..., :1],  # one window, of rank 0
     "padded_features": lambda x, w: F.pad(x, (1, 0))[..., :-1] + x,

@@ -16,7 +16,6 @@ WINDOWS = (
     Edit(PICKING, "picked[0] if _adjoin(picked) else 0", "picked[0]", f"{TESTS} -k rows"),
     Edit(PICKING, "(split.at(place), call.splits[2])", "(split.at(place), None)", f"{TESTS} -k rows"),
     Edit(WIDTHS, "self.function in MOVES and func", "func", f"{TESTS} -k other_windows"),
-    Edit(WIDTHS, "tuple(out.shape) != (*made.shape[:-1], width) or ", "", f"{TESTS} -k other_windows"),
     Edit(
         "planning/replays/constant_parts.py", "            self._one_number.discard(storage_of(tensor))",
         "            pass", f"{TESTS} -k other_windows",

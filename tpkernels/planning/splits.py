@@ -28,7 +28,7 @@ from tpkernels.partition import array_split_sizes, chunk_sizes, halves, held_siz
 __all__ = [
     "CROSSED", "HandedOn", "Split", "Unproven", "as_array_split", "degrees", "divisor", "for_degrees", "group_of",
     "has_places", "held", "how", "part_of_constant", "parts_of_runs", "pieces_of", "raised", "share", "shared_runs",
-    "takes_otherwise", "through_view",
+    "through_view",
 ]  # fmt: skip
 
 _even: ContextVar[bool] = ContextVar("as_array_split", default=False)
@@ -97,13 +97,13 @@ class Unproven(Exception):
         self.segmented = False
         self.taken: tuple[str, tuple[int, ...]] | None = None
 
-
-def takes_otherwise(name: str, split: Split | None, dim: int, features: str) -> Unproven:
-    """A layer takes what is not cut as its weight is; in segments of that dimension, another weight could be."""
-    error = Unproven(f"the input of {name} is {how(split)}, not cut by {features}")
-    if split is not None and split == Split(dim, split.segments):
-        error.taken = name, split.segments
-    return error
+    @classmethod
+    def of_input(cls, name: str, split: Split | None, dim: int, cut: str) -> Unproven:
+        """A layer takes what is not ``cut`` as its weight is; in segments of that dimension its weight could be."""
+        error = cls(f"the input of {name} is {how(split)}, not cut by {cut}")
+        if split is not None and split == Split(dim, split.segments):
+            error.taken = name, split.segments
+        return error
 
 
 def raised(error: Exception) -> Unproven:

@@ -13,7 +13,7 @@ from torch import Tensor
 from tpkernels.planning.modules.channel_modules import ChannelCall, parts_by_channel
 from tpkernels.planning.replays.roles import Role
 from tpkernels.planning.replays.whole_steps import WholeSteps
-from tpkernels.planning.splits import Split, Unproven, degrees, how, takes_otherwise
+from tpkernels.planning.splits import Split, Unproven, degrees, how
 
 __all__ = ["ChannelSteps"]
 
@@ -45,7 +45,7 @@ class ChannelSteps(WholeSteps):
         if taken is not None:
             self.blame = frozenset([taken.group])
             if split != taken.split(1):
-                raise takes_otherwise(name, split, 1, "channels as its weight is")
+                raise Unproven.of_input(name, split, 1, "channels as its weight is")
             self._open_pairs.discard(taken.group)
             if taken.group in self._open_groups:
                 self._open_groups.discard(taken.group)

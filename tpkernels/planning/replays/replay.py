@@ -44,17 +44,7 @@ from tpkernels.planning.runs.session import Scope
 from tpkernels.planning.runs.shadow import Shadow
 from tpkernels.planning.runs.tensors import storage_of, tensors_in
 from tpkernels.planning.runs.trace import Recording
-from tpkernels.planning.splits import (
-    CROSSED,
-    HandedOn,
-    Split,
-    Unproven,
-    divisor,
-    how,
-    part_of_constant,
-    raised,
-    takes_otherwise,
-)  # fmt: skip
+from tpkernels.planning.splits import CROSSED, HandedOn, Split, Unproven, divisor, how, part_of_constant, raised
 
 __all__ = ["Replay", "Role", "unlike_ranks"]
 
@@ -419,7 +409,7 @@ class Replay(ConstantParts):
         if taken is not None:
             self.blame = frozenset([taken.group])
             if split != taken.split(last):
-                raise takes_otherwise(name, split, last, "features in one piece")
+                raise Unproven.of_input(name, split, last, "features in one piece")
         if role is not None and role.kind == "row":
             shape, answer = tuple(whole_out), None
             self._open = False

@@ -191,7 +191,7 @@ class Observation:
         found: list[tuple[Mode, Recording]] = []
         for mode in MODES:
             shadow.set_mode(mode)
-            asking, decides = shadow.asking, shadow.decides
+            asking = shadow.asking
             try:
                 recording = record(shadow, call)
             except CalledOtherwise:
@@ -201,8 +201,8 @@ class Observation:
                     self.needs_values = True
                 cause = error.__cause__ if isinstance(error, NeedsValues) else error
                 failures[mode] = f"{type(cause).__name__}: {_first_line(cause)}"
-                shadow.ask_as(*asking)
-                shadow.decides = decides
+                if found:
+                    shadow.ask_as(*asking)
                 continue
             self._asking.add((shadow.asking, shadow.decides))
             calls = [recording, *recording.others, *self._second(shadow, call, recording)]
