@@ -92,3 +92,30 @@ class Chooses(nn.Module):
     def forward(self, x: Tensor, first: Tensor, second: Tensor) -> Tensor:
         y: Tensor = self.down(self.up(x).relu().view(*x.shape[:-1], self.width))
         return y / 2 if (first if self.width == 16 else second) else y
+
+
+class Sized(nn.Module):
+    """Asks for a size first, and for one more in each block: where it is 0, features are mixed between its layers."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Pair() for _ in range(count))
+
+    def forward(self, x: Tensor, sizes: Tensor) -> Tensor:
+        if not sizes[0] > 0:
+            raise ValueError("there is nothing")
+        for layer, size in zip(self.layers, sizes[1:], strict=True):
+            hidden = layer.up(x)
+            x = x + layer.down(hidden.relu() if size > 0 else hidden.softmax(-1))
+        return x
+
+
+class SizedAround(Sized):
+    """The same, with all of what depends on a size behind its condition."""
+
+    def forward(self, x: Tensor, sizes: Tensor) -> Tensor:
+        if not sizes[0] > 0:
+            raise ValueError("there is nothing")
+        for layer, size in zip(self.layers, sizes[1:], strict=True):
+            x = x + layer.down(layer.up(x).relu()) if size > 0 else layer.down(layer.up(x).softmax(-1))
+        return x

@@ -11,7 +11,7 @@ from torch import nn
 import tpkernels as tpk
 from tests.models.compare import LIMIT, compare_tensors, differs
 from tests.nn.reference import LIMIT_S, tp_mesh
-from tests.planning.deciding import Chooses, Dropped, Padded
+from tests.planning.deciding import Chooses, Dropped, Padded, Sized, SizedAround
 from tpkernels.planning.runs.example_inputs import Observation
 from tpkernels.sharding import Column, Row
 from tpkernels.testing.spawn import Pools
@@ -116,6 +116,16 @@ def test_of_many_conditions_none_is_left_out_where_some_are_mixed_with_what_numb
     model = Dropped(5, "mixed")
     observation = Observation(model, (X, torch.tensor([3, 5, 8])))
     assert observation.shadow is None or not observation.shadow.decides
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("kind", [Sized, SizedAround])
+@pytest.mark.parametrize("count", [2, 4])
+def test_what_raises_under_another_answer_settles_no_other_condition(count: int, kind: type[Sized]) -> None:
+    """Of many conditions, few turns answer every other one: behind the first, which raises, some would not be tried."""
+    plan = tpk.make_plan(kind(count), 2, example_inputs=(X, torch.arange(1, count + 2)))
+    blocks = [f"layers.{index}" for index in range(count)]
+    assert are_pairs(plan, *blocks) == [False] * count and not plan.notes
 
 
 def wrong_values() -> list[str]:

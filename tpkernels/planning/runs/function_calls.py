@@ -1,8 +1,8 @@
 """What a run sees of the functions that a model's code calls, before they are ops.
 
-It owns the list of these function modes, and two of them.  One is for sums, means and spreads over the last dimension:
-one rank has a part of what they are taken over (:mod:`tpkernels.nn.part_statistics`).  The other is for products with
-parameters that are no layer's (:mod:`tpkernels.nn.parameter_products`).
+It owns the list of these function modes, and the one for sums, means and spreads over the last dimension, of which one
+rank has a part (:mod:`tpkernels.nn.part_statistics`), and for products with parameters that are no layer's
+(:mod:`tpkernels.nn.parameter_products`).
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class ProductCall(NamedTuple):
 def functions_seen(session: Session) -> Iterator[None]:
     """Within it, the session is told of functions that its model's code calls."""
     shadow = session.shadow
-    with ShapesAsked(shadow.owners, shadow.asked), WeightReads(session), _Statistics(session), _Products(session):
+    with ShapesAsked(shadow.owners, shadow.asked), WeightReads(session), _Calls(session):
         yield
 
 
-class _Statistics(TorchFunctionMode):
+class _Calls(TorchFunctionMode):
     def __init__(self, session: Session) -> None:
         super().__init__()
         self.session = session
@@ -72,26 +72,13 @@ class _Statistics(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        statistic, before = statistic_of(func, args, kwargs), self.session.function
-        self.session.function = func
+        statistic, product = statistic_of(func, args, kwargs), product_of(func, args, kwargs)
+        before, self.session.function = self.session.function, func
         try:
-            if statistic is None:
-                return func(*args, **kwargs)
-            return self.session.statistic_taken(statistic, lambda: func(*args, **kwargs))
+            if statistic is not None:
+                return self.session.statistic_taken(statistic, lambda: func(*args, **kwargs))
+            if product is not None:
+                return self.session.product_taken(product, lambda: func(*args, **kwargs))
+            return func(*args, **kwargs)
         finally:
             self.session.function = before
-
-
-class _Products(TorchFunctionMode):
-    def __init__(self, session: Session) -> None:
-        super().__init__()
-        self.session = session
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        product = product_of(func, args, kwargs)
-        if product is None:
-            return func(*args, **kwargs)
-        return self.session.product_taken(product, lambda: func(*args))

@@ -19,6 +19,7 @@ becomes a step because of these (:mod:`tpkernels.planning.runs.shared_conditions
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -32,6 +33,7 @@ from tpkernels.planning.runs.fake_answers import GUESSES, Guess
 from tpkernels.planning.runs.known_values import Changes
 from tpkernels.planning.runs.shadow import Shadow
 from tpkernels.planning.runs.shared_conditions import (
+    MOST_DECIDED,
     MOST_ENUMERATED,
     Contradicted,
     Turns,
@@ -120,6 +122,9 @@ def _with_all_answers(shadow: Shadow, call: Example, after: Recording | None) ->
                 runs[turns] = _agreed(shadow, call, after, turns)
     if asked > MOST_ENUMERATED:
         check_stretches(runs)
+        if more := _answered_alone(shadow, call, after, settled_in(runs.values())):
+            runs |= more
+            check_stretches(runs)
     settled = settled_in(runs.values())
     every = [(run, _on_other_paths(shadow, call, run)) for run in runs.values()]
     for run, others in every:
@@ -128,6 +133,19 @@ def _with_all_answers(shadow: Shadow, call: Example, after: Recording | None) ->
     first = max(runs.values(), key=lambda run: len(run.layer_rows))
     first.others = [one for run, others in every for one in (run, *others) if one is not first]
     return first
+
+
+def _answered_alone(
+    shadow: Shadow, call: Example, after: Recording | None, numbers: Iterable[int]
+) -> dict[Turns, Recording]:
+    """Runs with another answer to one condition alone, as far as the model runs with it: the few turns of many
+    conditions answer several at once, and one that raises says nothing of the others."""
+    found: dict[Turns, Recording] = {}
+    for number in numbers:
+        turns = (*[False] * number, True, *[False] * MOST_DECIDED)
+        with suppress(Contradicted):
+            found[turns] = _agreed(shadow, call, after, turns)
+    return found
 
 
 def _first_answered(shadow: Shadow, call: Example, after: Recording | None) -> Recording:
