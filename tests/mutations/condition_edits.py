@@ -18,7 +18,7 @@ SHARED, ALIKE = "tests/planning/test_shared_conditions.py", "planning/runs/share
 HOST, DRAWN = "planning/runs/host_draws.py", "tests/planning/test_host_draws.py"
 
 CONDITIONS = (
-    Edit("planning/runs/opaque_modules.py", "runs |= more", "pass", f"{SHARED} -k settles"),
+    Edit("planning/runs/opaque_modules.py", "runs |= more", "assert more", f"{SHARED} -k settles"),
     Edit(HOST, "    begins.set()\n", "    begins  # not set\n", f"{DRAWN} -k pairs"),
     Edit(HOST, "        users.set()\n", "        users  # not set\n", f"{DRAWN} -k pairs"),
     Edit(HOST, "session.shadow.drawn_from |= session.drew", "pass  # not told", f"{DRAWN} -k pairs"),

@@ -143,8 +143,10 @@ def _answered_alone(
     found: dict[Turns, Recording] = {}
     for number in numbers:
         turns = (*[False] * number, True, *[False] * MOST_DECIDED)
-        with suppress(Contradicted):
+        try:
             found[turns] = _agreed(shadow, call, after, turns)
+        except Contradicted:
+            continue  # no run of the model: the condition is settled
     return found
 
 
