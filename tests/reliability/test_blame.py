@@ -90,6 +90,9 @@ def _three_lives(link: Link) -> list[Raised | None]:
         again = dist.PrefixStore(f"life {len(errors)}", store)  # gloo's own keys must be new
         limit = timedelta(seconds=6)  # gloo connects within it, on a busy machine too
         dist.init_process_group("gloo", store=again, rank=link.rank, world_size=link.size, timeout=limit)
+        # A rank that leaves while another still connects would make that one fail in gloo.
+        again.set(f"connected {link.rank}", "yes")
+        again.wait([f"connected {rank}" for rank in range(link.size)], limit)
 
     live(lambda: _reduce(torch.float64 if link.rank == 0 else torch.float32))
     live(_reduce if link.rank != VICTIM else lambda: None)
