@@ -12,19 +12,17 @@ tables of docs/architectures.md from the files of benchmarks/results/.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import shlex
-import subprocess
 import sys
 import time
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks import revision
 from benchmarks.architecture_tables import document, read_files, summary
 from tests.models.architectures.catalogue import architectures
 from tests.models.architectures.sweep import examine_architecture, preload
@@ -71,14 +69,6 @@ def _command() -> str:
     return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
 
 
-@cache
-def _commit() -> str:
-    def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
-
-    return git("rev-parse", "--short", "HEAD") + (" and changes" if git("status", "--short", "-uno") else "")
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="names, separated by commas (default: all)")
@@ -117,7 +107,7 @@ def main() -> int:
         begun = time.monotonic()
         row = mine | examine_architecture(name, args.world, args.sequence_parallel, args.timeout)
         row["seconds"] = round(time.monotonic() - begun, 1)
-        row |= {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "commit": _commit()}
+        row |= {"date": revision.now(), "commit": revision.commit()}
         bad += row["status"] in ("wrong", "raises")
         if path:
             rows = read(path) | {key(row): row}

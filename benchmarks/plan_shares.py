@@ -1,6 +1,6 @@
 """How much of each architecture's body a plan cuts, and how much of it in pairs; no rank is started.
 
-    python benchmarks/plan_shares.py [--only NAME,...] [--world 2] [--out FILE.json]
+    python benchmarks/plan_shares.py [--only NAME,...] [--world 2] [--out FILE.json] [--again]
 
 Every architecture is built small (tests/models/architectures/) and planned for ``--world`` ranks, without inputs and,
 where those show more, with example inputs.  What a plan says of a parameter counts with the parameter's bytes in the
@@ -30,6 +30,7 @@ import torch
 from torch import nn
 
 import tpkernels as tpk
+from benchmarks import revision
 from benchmarks.default_sizes import pattern, published_bytes
 from benchmarks.looked_up import tables
 from tests.models.architectures.catalogue import architectures
@@ -140,27 +141,47 @@ def examine(name: str, world: int) -> dict[str, Any]:
     return row | best
 
 
+def read(path: Path) -> dict[str, dict[str, Any]]:
+    return {row["name"]: row for row in json.loads(path.read_text())["results"]} if path.exists() else {}
+
+
+def write(path: Path, about: dict[str, Any], rows: dict[str, dict[str, Any]]) -> None:
+    """In the order of transformers' list; a new file takes the place of the old one at once."""
+    order = {name: index for index, name in enumerate(architectures())}
+    head = json.dumps(about, indent=1).removesuffix("\n}")
+    lines = ",\n".join(
+        "  " + json.dumps(row) for row in sorted(rows.values(), key=lambda row: order.get(row["name"], 0))
+    )
+    new = path.with_suffix(".new")
+    new.write_text(f'{head},\n "results": [\n{lines}\n ]\n}}\n', encoding="utf-8")
+    new.replace(path)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(COMMON), help='names, separated by commas, or "all" (default: 54)')
     parser.add_argument("--world", type=int, default=2)
     parser.add_argument("--out", metavar="FILE", help="result file; rows it has are kept")
+    parser.add_argument("--again", action="store_true", help="also rows that the file has")
     args = parser.parse_args()
+    revision.commit()
     names = list(architectures()) if args.only == "all" else [name for name in args.only.split(",") if name]
     if strangers := [name for name in names if name not in architectures()]:
         parser.error(f"this transformers has no {', '.join(strangers)}")
     path = Path(args.out) if args.out else None
-    rows = {row["name"]: row for row in json.loads(path.read_text())["results"]} if path and path.exists() else {}
+    rows = read(path) if path else {}
     about = report.describe_environment({"cores": os.cpu_count(), "world": args.world})
     about["versions"]["transformers"] = importlib.metadata.version("transformers")
     for name in names:
-        if name in rows:
+        if name in rows and not args.again:
             continue
         begun = time.monotonic()
         row = rows[name] = examine(name, args.world)
         row["seconds"] = round(time.monotonic() - begun, 1)
+        row |= {"date": revision.now(), "commit": revision.commit()}
         if path:
-            path.write_text(json.dumps(about | {"results": list(rows.values())}, indent=1) + "\n", encoding="utf-8")
+            rows = read(path) | {name: row}
+            write(path, about, rows)
         without = row.get("without inputs", [0, 0, False])
         found = f"cut {row['cut']:5.1%} pairs {row['pairs']:5.1%}" if "cut" in row else row.get("why", "")[:100]
         alone = f"{without[0]:.0%}, {without[1]:.0%}{'' if without[2] else ', untraced'}"

@@ -47,6 +47,9 @@ def section(path: Path, content: dict[str, Any]) -> list[str]:
     cut, paired = (sum(row[key] >= limit for row in rows) for key, limit in (("cut", CUT), ("pairs", PAIRS)))
     count = len(rows)
     hardware, versions = content["hardware"], content["versions"]
+    commits = ", ".join(sorted({row["commit"] for row in rows}))
+    dates = sorted(row["date"] for row in rows)
+    days = " to ".join(dict.fromkeys((dates[0][:10], dates[-1][:10])))
     lines = [
         "## How much is cut, and how much in pairs",
         "",
@@ -54,8 +57,8 @@ def section(path: Path, content: dict[str, Any]) -> list[str]:
         f"2 ranks, {paired} ({paired / count:.0%}) have at least 90 % cut in pairs, where one sum serves a column "
         f"and a row layer.** {len(short)} fall short of one or the other; the table has the reason.",
         "",
-        f"`benchmarks/results/{path.name}`: {content['date'][:10]}, {hardware['cpu']}, torch {versions['torch']}, "
-        f"transformers {versions['transformers']}; `python benchmarks/plan_shares.py`. Shares are of the bytes of the "
+        f"`benchmarks/results/{path.name}`: {days}, {hardware['cpu']}, torch {versions['torch']}, transformers "
+        f"{versions['transformers']}; commit {commits}; `python benchmarks/plan_shares.py --only all`. Shares are of the bytes of the "
         "default configuration, and the body is everything but tables and output heads. Models are planned without "
         "inputs, and with example inputs where those show more.",
         "",

@@ -14,22 +14,20 @@ begins no cells after that time.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import shlex
-import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Iterable
 from dataclasses import asdict
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks import revision
 from tests.models import zoo
 from tests.models.grid import HAS_BLOCKS, MODES, WORLDS, Cell, grid, groups, reference_of, run_group, worst_of
 from tpkernels.measure import report
@@ -66,8 +64,8 @@ def run(pool: WorkerPool, cells: list[Cell]) -> list[dict[str, Any]]:
             found[-1]["compared"] = len(worst)
     about = {
         "seconds": round((time.monotonic() - start) / len(cells), 1),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": _commit(),
+        "date": revision.now(),
+        "commit": revision.commit(),
         "command": _command(),
     }
     return [{"world": pool.nproc, **asdict(cell), **row, **about} for cell, row in zip(cells, found, strict=True)]
@@ -102,16 +100,6 @@ def _command() -> str:
     return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
 
 
-@cache
-def _commit() -> str:
-    """As the run began: the ranks go on with what they have imported, whatever happens to the checkout meanwhile."""
-
-    def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
-
-    return git("rev-parse", "--short", "HEAD") + (" and changes" if git("status", "--short", "-uno") else "")
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE", required=True)
@@ -123,7 +111,7 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no cells are begun")
     args = parser.parse_args()
     path, start, failed = Path(args.json), time.monotonic(), 0
-    _commit()
+    revision.commit()
     names = args.models.split(",") if args.models else None
     wanted = [c for c in grid() if c.mode in args.modes.split(",") and (names is None or c.name in names)]
     wanted = [c for c in wanted if turn(c)[0] < args.turns]
