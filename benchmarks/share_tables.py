@@ -58,9 +58,9 @@ def section(path: Path, content: dict[str, Any]) -> list[str]:
         f"and a row layer.** {len(short)} fall short of one or the other; the table has the reason.",
         "",
         f"`benchmarks/results/{path.name}`: {days}, {hardware['cpu']}, torch {versions['torch']}, transformers "
-        f"{versions['transformers']}; commit {commits}; `python benchmarks/plan_shares.py --only all`. Shares are of the bytes of the "
-        "default configuration, and the body is everything but tables and output heads. Models are planned without "
-        "inputs, and with example inputs where those show more.",
+        f"{versions['transformers']}; commit {commits}; `python benchmarks/plan_shares.py --only all`. Shares are of "
+        "the bytes of the default configuration, and the body is everything but tables and output heads. Models are "
+        "planned without inputs, and with example inputs where those show more.",
         "",
         "| what is mostly not in pairs | architectures |",
         "|---|---:|",
