@@ -39,7 +39,12 @@ CONVOLUTIONS = (
     Edit(
         "nn/packed_row.py", '{"weight": (self._stored(1), names)}', '{"weight": (self._stored(0), names)}', KEYS_VALUES
     ),
-    Edit("planning/runs/layer_groups.py", "any(returned[number][2] for number in results)", "False", ENDS),
+    Edit(
+        "planning/runs/layer_groups.py",
+        "drawn = any(returned[number][2] for number in given) and not results",
+        "drawn = False",
+        ENDS,
+    ),
     Edit("planning/proofs/convolution_pairs.py", " + self.sent_for_results(group)", " + 0", CUT),
     Edit("sharding/outputs.py", "return _gathered(output, self._cut, self._mesh)", "return output", COMPILED),
     Edit("planning/proofs/channel_bytes.py", "gathers=True) < self", "gathers=True) > self", GATHERS),

@@ -1,10 +1,10 @@
-"""Seeded faults of products with parameters that are cut, as edits of one line."""
+"""Seeded faults of products with parameters that are cut, and of results that are, as edits of one line."""
 
 from __future__ import annotations
 
 from tests.mutations.edit import Edit
 
-__all__ = ["OWN_PRODUCTS"]
+__all__ = ["OWN_PRODUCTS", "RETURNED"]
 
 PRODUCTS = "tests/planning/test_own_products.py"
 
@@ -23,5 +23,17 @@ OWN_PRODUCTS = (
         "fork.enter(y.device, mesh.get_local_rank())",
         "pass",
         f"{PRODUCTS} -k other_numbers",
+    ),
+)
+
+WEIGHTS = "tests/planning/test_returned_weights.py"
+
+RETURNED = (
+    Edit("planning/proofs/search_leaving.py", "if given + together >=", "if together >=", f"{WEIGHTS} -k long"),
+    Edit(
+        "planning/proofs/whole_replays.py",
+        "enumerate([*proofs, *pairs]) if one.results)",
+        "enumerate(pairs) if one.results)",
+        f"{WEIGHTS} -k heads_are",
     ),
 )

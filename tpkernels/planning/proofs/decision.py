@@ -26,6 +26,7 @@ from tpkernels.planning.proofs.random_draws import may_drop, random_pairs
 from tpkernels.planning.proofs.replay_checks import drawn_for_whole, half_partial
 from tpkernels.planning.proofs.search_again import SearchAgain
 from tpkernels.planning.proofs.search_gathered import prove_gathered
+from tpkernels.planning.proofs.search_leaving import prove_leaving
 from tpkernels.planning.proofs.tied_groups import Ties, shared_by_groups, unlike_twins
 from tpkernels.planning.proofs.whole_replays import Blamed, WholeReplays
 from tpkernels.planning.replays.kept_parts import Kept
@@ -148,6 +149,7 @@ class _Decider:
         self.ties: Ties = {}
         self.asked: Collection[str] = ()
         self._widest: Mapping[Group, Proof] | None = None
+        self._sent_for_results: dict[Group, int] = {}
 
     def run(self, widest: Decision | None) -> Decision:
         """``widest``: what the largest number of ranks decided, where this is a smaller one."""
@@ -166,6 +168,7 @@ class _Decider:
             self._prove_together(waiting)
             if self.gathers:
                 self._prove_gathered()
+                self._prove_leaving()
         self.shadow.set_mode(self.observation.mode)
         self._prove_whole()
         if self.pairs:
@@ -173,6 +176,7 @@ class _Decider:
             if left := self.shadow.grouped.keys() - self.decision.by_channel:
                 self._pair_convolutions(left)
             self._multiply_parts()
+        self.decision.result_bytes += sum(self._sent_for_results.get(group, 0) for group in self.decision.proven)
         if not self.observation.mode.training:
             self.noisy = {group for group, scope in self.scopes.items() if may_drop(self.shadow, scope)}
             self.noisy &= self.decision.proven.keys() | self.decision.products.keys()
@@ -259,8 +263,20 @@ class _Decider:
 
     def _prove_gathered(self) -> None:
         """Prove groups of the layers that are left, one of which gives to a module besides that takes all of that."""
-        used = {name for group, proof in self.decision.proven.items() for name in (*group.layers, *proof.feeders)}
-        found = prove_gathered(self.search, used, {*self.excluded, *self.ties}, self._contradicts)
+        found = prove_gathered(self.search, self._used(), {*self.excluded, *self.ties}, self._contradicts)
+        self._add(found)
+
+    def _prove_leaving(self) -> None:
+        """Prove groups of the layers that are left, which give to what the model returns."""
+        found = prove_leaving(self.search, self._used(), {*self.excluded, *self.ties}, self._contradicts)
+        self._add(found.proven)
+        self.decision.refused |= found.refused
+        self._sent_for_results |= found.sent
+
+    def _used(self) -> set[str]:
+        return {name for group, proof in self.decision.proven.items() for name in (*group.layers, *proof.feeders)}
+
+    def _add(self, found: Mapping[Group, Proof]) -> None:
         self.scopes |= {group: self.search.scope_of(group).name for group in found}
         self.decision.proven |= found
 
@@ -379,6 +395,7 @@ class _Decider:
         """What a replay of the whole model that holds has found of ``groups``, which it knows by their numbers."""
         self.noisy = {group for number, group in enumerate(groups) if number in replay.part_draws_in}
         self.decision.partial = replay.partial
+        self.decision.cut_results = tuple(replay.cut_results)
         self.decision.fed = {name for name, fed in replay.fed.items() if fed}
         self.decision.norms = {name: self.shadow.norms[name] for name in sorted(replay.cut_norms)}
         self.decision.by_channel = set(replay.cut_channels)
@@ -412,5 +429,4 @@ class _Decider:
             self._take(found.replay, [*proven, *before, *found.pairs])
             self.decision.pairs = before | found.pairs
             self.decision.gathering |= found.gathering
-            self.decision.cut_results = tuple(found.replay.cut_results)
             self.decision.result_bytes += found.result_bytes

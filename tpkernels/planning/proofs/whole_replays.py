@@ -78,7 +78,7 @@ class WholeReplays:
         count = len(proofs) + len(pairs)
         for name, role in self._forced.items():
             roles.setdefault(name, replace(role, group=count))
-        leaving = frozenset(number for number, one in enumerate(pairs, start=len(proofs)) if one.results)
+        leaving = frozenset(number for number, one in enumerate([*proofs, *pairs]) if one.results)
         results: list[dict[tuple[int, int, int], Tensor]] = []
         ranks = unlike_ranks(roles, self.world_size)
         merged: Replay | None = None

@@ -81,18 +81,23 @@ class Component:
     sources: dict[str, set[str]]
     """Of each row: the columns that it takes."""
     results: frozenset[int] = frozenset()
-    """What the model returns of it, with convolutions: numbers of :attr:`Recording.returned`,"""
+    """What the model returns of it, where that counts: numbers of :attr:`Recording.returned`,"""
     asked: bool = False
-    """and whether an opaque module takes any of it, or random ops run before a result."""
+    """and whether an opaque module takes any of it, or random ops run before a result of convolutions."""
 
 
 def find_groups(
-    recording: Recording, *, convolutions: Set[str] = frozenset(), without: Edges = frozenset()
+    recording: Recording,
+    *,
+    convolutions: Set[str] = frozenset(),
+    without: Edges = frozenset(),
+    results: bool = False,
 ) -> list[Group]:
     """All groups that could be cut, smallest first, and by order of calls; behind them those of which less is cut.
 
     ``convolutions``: those that count as layers, and may be columns and rows of one group; groups without one do not
-    count.  ``without``: edges of the graph that give whole tensors, whatever is cut.
+    count.  ``without``: edges of the graph that give whole tensors, whatever is cut.  ``results``: whether groups may
+    give to what the model returns, as those with convolutions may.
     """
     order = {event.layer: index for index, event in reversed(list(enumerate(recording.events))) if event.layer}
     if convolutions:
@@ -101,9 +106,9 @@ def find_groups(
     tables = {name for name, layer in layers.items() if layer.kind == "embedding"}
     groups: list[Group] = []
     fed: list[Group] = []
-    for one in components(recording, convolutions=convolutions, without=without):
+    for one in components(recording, convolutions=convolutions, without=without, results=results):
         first = _channel_ways(one, convolutions) if convolutions else _ways(one)
-        less = () if convolutions else (
+        less = () if convolutions or results else (
             *_fed_ways(one, tables), *_ways_beside(one, tables, layers), *_scattered_ways(one, layers)
         )  # fmt: skip
         for found, ways in ((groups, first), (fed, less)):
@@ -128,9 +133,13 @@ def find_groups(
 
 
 def components(
-    recording: Recording, *, convolutions: Set[str] = frozenset(), without: Edges = frozenset()
+    recording: Recording,
+    *,
+    convolutions: Set[str] = frozenset(),
+    without: Edges = frozenset(),
+    results: bool = False,
 ) -> list[Component]:
-    """All layers that take something from others, with these; ``convolutions`` and ``without`` as above."""
+    """All layers that take something from others, with these; ``convolutions`` and the others as above."""
     beside = {name: inputs for name, inputs in recording.convolution_inputs.items() if name in convolutions}
     taken = recording.layer_inputs | beside
     walks = {
@@ -140,20 +149,20 @@ def components(
     sources = {layer: found for layer, (found, _, _) in walks.items()}
     outside, _, _ = _walk_back(recording, recording.outputs, convolutions, without)
     asked, _, _ = _walk_back(recording, recording.into_opaque, convolutions, without)
-    returned = [_walk_back(recording, [node], convolutions, without) for node, _ in recording.returned if convolutions]
+    leaving = recording.returned if convolutions or results else []
+    returned = [_walk_back(recording, [node], convolutions, without) for node, _ in leaving]
     ends = {f"{_RESULT}{number}": found for number, (found, _, _) in enumerate(returned)}
     found = []
     for columns, readers in _components(sources | ends):
-        rows, results = (
-            readers - ends.keys(),
-            frozenset(int(one.removeprefix(_RESULT)) for one in readers & ends.keys()),
-        )
+        rows = readers - ends.keys()
+        given = frozenset(int(one.removeprefix(_RESULT)) for one in readers & ends.keys())
+        drawn = any(returned[number][2] for number in given) and not results
         found.append(
             Component(
                 frozenset(columns), frozenset(rows), frozenset(columns & outside),
                 frozenset(row for row in rows if not walks[row][1]), frozenset(row for row in rows if walks[row][2]),
                 {row: sources[row] for row in rows},
-                results, bool(columns & asked) or any(returned[number][2] for number in results),
+                given, bool(columns & asked) or drawn,
             )
         )  # fmt: skip
     return found
