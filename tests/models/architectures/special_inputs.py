@@ -47,6 +47,7 @@ INPUTS: dict[str, dict[str, Any]] = {
     "autoformer": _SERIES,
     "bark fine": {"codebook_idx": ("exactly", 2), "input_ids": ("int", (2, 7, 8), 64)},
     "blip_2_qformer": {"query_embeds": ("float", (2, 4, 32)), "encoder_hidden_states": ("float", (2, 5, 32))},
+    "blt": {"input_ids": _IDS, "patch_lengths": ("is", [[1, 2, 4], [1, 3, 3]])},
     "bros": {"input_ids": _IDS, "bbox": ("float", (2, 7, 4))},
     "clap": {"input_ids": _IDS, "input_features": ("float", (2, 1, 64, 32))},
     "clvp": {"input_ids": _IDS, "input_features": ("float", (2, 32, 20))},

@@ -2,8 +2,8 @@
 
 It owns :class:`ConstantParts`, between the parts that modules keep and the replay of ops.  The shape of such a tensor
 says that it is a part, but not of which layout: zeros for the heads of a batch may be one run of all heads, or one for
-each sequence.  Both are right while all numbers are the same.  The first part that is written to it decides: from there
-on the tensor and all its views are cut as that is.
+each sequence.  Both are right while all numbers are the same.  The first part that is written to it, or added to it and
+the like, decides: from there on the tensor and all its views are cut as that is.
 """
 
 from __future__ import annotations
@@ -48,8 +48,20 @@ class ConstantParts(KeptParts):
                 self._cut_as(tensor, cut.at(cut.dim + tensor.dim() - value.dim()))
             self._one_number.discard(storage_of(tensor))
 
+    def before_met(self, func: Any, tensors: list[Tensor]) -> None:
+        """An op is about to take tensors; of some ops, elements of one with the same elements of the others."""
+        if not self._one_number or not (torch.Tag.pointwise in func.tags or func.overloadpacket is aten.baddbmm):
+            return
+        known = [(tensor, cut) for tensor in tensors if (cut := self._splits.get(id(tensor))) is not None]
+        constants = [tensor for tensor, _ in known if storage_of(tensor) in self._one_number]
+        others = {(cut, cut.dim - tensor.dim()) for tensor, cut in known if storage_of(tensor) not in self._one_number}
+        if len(others) == 1:
+            (cut, place) = others.pop()
+            for tensor in constants:
+                self._cut_as(tensor, cut.at(tensor.dim() + place))
+
     def _cut_as(self, written: Tensor, cut: Split) -> None:
-        """Take a constant to be cut as what is written to it, or to a view of it."""
+        """Take a constant to be cut as what meets it, or a view of it."""
         guess = self._splits.get(id(written))
         if guess is None or guess == cut or guess.dim != cut.dim or cut.copied or guess.copied:
             return

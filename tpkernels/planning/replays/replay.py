@@ -214,6 +214,7 @@ class Replay(ConstantParts):
         local, local_kwargs = as_shapes(args), {key: as_shapes(value) for key, value in kwargs.items()}
         local_kwargs |= memory_of(packet, tensors)
         self.before_written(func, args, kwargs)
+        self.before_met(func, tensors)
         splits = [self._splits_of(argument) for argument in args]
         self._check_random(func, args, tensors)
         try:
