@@ -225,9 +225,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma4_audio": {"subsampling_conv_channels": [8, 4]},
     "gradium_phonon_tts": {"flow_head_config": {"condition_dim": 32}},
     "granite4_vision": {
-        "vision_config": {"hidden_size": 64},
+        "vision_config": {"hidden_size": 128},
         "deepstack_layer_map": [[-1, 0]],
-        "spatial_target_layers": [1],
+        "spatial_target_layers": [1, 1, 1, 1],
+        "image_grid_pinpoints": [[32, 32]],
         "downsample_rate": "1/2",
         "qformer_config": {"encoder_hidden_size": 32},
     },

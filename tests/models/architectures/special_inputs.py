@@ -76,6 +76,11 @@ INPUTS: dict[str, dict[str, Any]] = {
         "pixel_values": ("uniform", (2, 9, 192)),
         "pixel_position_ids": ("is", [[[x, y] for y in range(3) for x in range(3)]] * 2),
     },
+    "granite4_vision": {
+        "input_ids": ("words", 17, 85, 10),
+        "pixel_values": ("float", (2, 2, 3, 32, 32)),
+        "image_sizes": ("is", [[32, 32]] * 2),
+    },
     "granite_docling_vision": {"pixel_values": _IMAGE, "fine": ("exactly", True)},
     "granite_speech5_ctc": {"input_features": ("float", (2, 40, 64))},
     "granite_speech5_encoder": {"input_features": ("float", (2, 40, 64))},
