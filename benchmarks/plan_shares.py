@@ -6,9 +6,10 @@ Every architecture is built small (tests/models/architectures/) and planned for 
 where those show more, with example inputs.  What a plan says of a parameter counts with the parameter's bytes in the
 default configuration, which is built on the meta device (benchmarks/default_sizes.py): convolutions and tables of a
 small model are larger than they are in a real one.  A row without such sizes says so, and is counted apart.  The body
-is everything but output heads and tables: ``nn.Embedding``, and parameters whose rows are looked up and added, which a
-run tells (benchmarks/looked_up.py).  "In pairs" are columns and rows, linear layers or convolutions, that the data flow
-proves, what stands between them, heads and experts: one sum serves a pair, where a layer by itself is gathered.
+is everything but output heads, tables, and modules that no code calls (benchmarks/never_called.py).  Tables are
+``nn.Embedding``, and parameters whose rows are looked up and added, which a run tells (benchmarks/looked_up.py).  "In
+pairs" are columns and rows, linear layers or convolutions, that the data flow proves, what stands between them, heads
+and experts: one sum serves a pair, where a layer by itself is gathered.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ import tpkernels as tpk
 from benchmarks import revision
 from benchmarks.default_sizes import pattern, published_bytes
 from benchmarks.looked_up import tables
+from benchmarks.never_called import never_called
 from tests.models.architectures.catalogue import architectures
 from tests.models.architectures.inputs import calls
 from tests.models.architectures.reference import CannotBuild, build, computing
@@ -82,8 +84,16 @@ def output_heads(model: nn.Module) -> set[int]:
     return {id(inner) for head in found if isinstance(head, nn.Module) for inner in head.modules()}
 
 
-def shares(model: nn.Module, plan: tpk.ShardingPlan, sizes: Counter[str], looked_up: Collection[str]) -> dict[str, Any]:
+def shares(
+    model: nn.Module,
+    plan: tpk.ShardingPlan,
+    sizes: Counter[str],
+    looked_up: Collection[str],
+    idle: Collection[str] = (),
+) -> dict[str, Any]:
+    """``looked_up``: parameters that are tables; ``idle``: modules that nothing calls."""
     heads = output_heads(model)
+    heads |= {id(inner) for path in idle for inner in model.get_submodule(path).modules()}
     small: Counter[str] = Counter()
     for key, parameter in model.named_parameters():
         small[pattern(key)] += parameter.numel()
@@ -116,13 +126,17 @@ def examine(name: str, world: int) -> dict[str, Any]:
         model = build(name)
     except CannotBuild as error:
         return row | {"status": error.stage, "why": error.reason}
+    if type(model).forward is nn.Module.forward:
+        return row | {"status": "run", "why": "has no forward of its own"}
     try:
         sizes = published_bytes(name)
     except Exception as error:  # noqa: BLE001 - a default configuration can make a class raise anything
         sizes, row["small"] = Counter(), f"{type(error).__name__}: {str(error)[:80]}"
     with computing(torch.float32):
         looked_up = tables(build(name), calls(name, model))
+    idle = list(never_called(model))
     row |= {"tables": sorted({pattern(one) for one in looked_up})} if looked_up else {}
+    row |= {"never called": sorted({pattern(one) for one in idle})} if idle else {}
     best: dict[str, Any] = {}
     for kind, arguments in [("", None), *calls(name, model)]:
         if kind == "" or not best or best["pairs"] < 0.9:
@@ -132,7 +146,7 @@ def examine(name: str, world: int) -> dict[str, Any]:
             except ValueError as error:
                 row.setdefault("why", str(error)[:200])
                 continue
-            found = shares(model, plan, sizes, looked_up) | {"inputs": kind}
+            found = shares(model, plan, sizes, looked_up, idle) | {"inputs": kind}
             found["traced"] = not any(note.startswith(NO_DATA_FLOW) for note in plan.notes)
             if kind == "":
                 row["without inputs"] = [found["cut"], found["pairs"], found["traced"]]

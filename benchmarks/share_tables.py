@@ -59,8 +59,8 @@ def section(path: Path, content: dict[str, Any]) -> list[str]:
         "",
         f"`benchmarks/results/{path.name}`: {days}, {hardware['cpu']}, torch {versions['torch']}, transformers "
         f"{versions['transformers']}; commit {commits}; `python benchmarks/plan_shares.py --only all`. Shares are of "
-        "the bytes of the default configuration, and the body is everything but tables and output heads. Models are "
-        "planned without inputs, and with example inputs where those show more.",
+        "the bytes of the default configuration, and the body is everything but tables, output heads and modules that "
+        "no code calls. Models are planned without inputs, and with example inputs where those show more.",
         "",
         "| what is mostly not in pairs | architectures |",
         "|---|---:|",

@@ -12,6 +12,7 @@ pytest.importorskip("transformers", reason="the package transformers is missing:
 
 from benchmarks.default_sizes import CHANGES, published_bytes
 from benchmarks.looked_up import tables
+from benchmarks.never_called import never_called
 from benchmarks.plan_shares import output_heads, told
 from tests.models.architectures import compare
 from tests.models.architectures.catalogue import architectures
@@ -210,3 +211,22 @@ def test_parameters_whose_rows_are_looked_up_and_added_are_tables() -> None:
     expected = {f"tables.{name}" for name in ("added", "picked", "resized", "beside")}
     assert tables(Positions(), calls) == expected
     assert tables(Positions(), calls[:2]) == expected | {"tables.both"}, "as far as its calls show"
+
+
+class _Unfinished(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.called, self.listed = nn.Linear(2, 2), nn.ModuleList([nn.Linear(2, 2)])
+        self.dropped: nn.Module = nn.Linear(2, 2)
+        self.forgotten = nn.Sequential(nn.Linear(2, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for one in self.listed:
+            x = one(x)
+        y: torch.Tensor = self.called(x)
+        return y
+
+
+@pytest.mark.cpu
+def test_modules_that_no_code_mentions_are_told_from_those_that_some_does() -> None:
+    assert [path[:4] for path in never_called(_Unfinished())] == ["drop", "forg"]
