@@ -20,9 +20,14 @@ WINDOWS = (
         "planning/replays/constant_parts.py", "            self._one_number.discard(storage_of(tensor))",
         "            pass", f"{TESTS} -k other_windows",
     ),
-    Edit("planning/replays/constant_parts.py", "if len(others) == 1:", "if False:", "tests/planning/test_constant_parts.py"),
+    Edit("planning/replays/constant_parts.py", "if len(others) == 1:", "if False:",
+         "tests/planning/test_constant_parts.py"),
     Edit("planning/runs/shared_conditions.py", " or one.contradicts}", "}", f"{TESTS} -k 'settled or other_windows'"),
     Edit("planning/proofs/joined_groups.py", " and found[known] == values", "", f"{TESTS} -k joined"),
+    Edit(
+        "nn/shown_width.py", "added = func(shown.whole, other,", "added = func(shown.whole, shown.whole,",
+        "tests/planning/test_added_widths.py -k shown",
+    ),
     Edit("nn/shown_width.py", "return _shown(out, moved) if alike else out", "return _shown(out, moved)",
          f"{TESTS} -k move"),
 )  # fmt: skip

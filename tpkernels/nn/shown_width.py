@@ -8,8 +8,8 @@
 The module is called with the first features of x, as many as say this rank's width; its ``layers`` take x itself
 where they are given that.  It assumes that a plan has proven that nothing else is done with x there.
 
-Where code *moves* rows before the layers take them (``x.transpose(0, 1)``; some rows, written to a tensor of zeros),
-what is shown is a :class:`MovedWidth`, which does the same with the rows of x itself.
+Where code *moves* rows before the layers take them (``x.transpose(0, 1)``; some rows, written to a tensor of zeros), or
+adds others to them (``x + places``), what is shown is a :class:`MovedWidth`, which does the same with x itself.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ from torch import Tensor, nn
 
 from tpkernels.nn.sliced_arguments import named_arguments, with_arguments
 
-__all__ = ["MOVES", "MovedWidth", "ShownWidth", "show_width"]
+__all__ = ["ADDS", "MOVES", "MovedWidth", "ShownWidth", "show_width"]
 
 _ROWS = {Tensor.transpose, torch.transpose, Tensor.permute, torch.permute, Tensor.contiguous, Tensor.__getitem__}
-MOVES = frozenset([*_ROWS, Tensor.__setitem__, Tensor.new_zeros])
+ADDS = frozenset([Tensor.__add__, Tensor.__radd__, Tensor.add, torch.add])
+MOVES = frozenset([*_ROWS, *ADDS, Tensor.__setitem__, Tensor.new_zeros])
 """Functions of a :class:`MovedWidth` that give or change one."""
 
 
 class MovedWidth(Tensor):
-    """The first features of ``whole``; what moves its rows moves those of ``whole`` as well, and gives another one.
+    """The first features of ``whole``; what moves its rows moves those of ``whole`` as well, and gives another one; so
+    does what adds as many features as ``whole`` has.
 
     Any other function sees a plain tensor.
     """
@@ -46,6 +48,10 @@ class MovedWidth(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
+            if func in ADDS and (both := _both(args)) is not None:
+                shown, other = both
+                added = func(shown.whole, other, *args[2:], **kwargs)
+                return _shown(added.narrow(-1, 0, shown.shape[-1]), added)
             if func is Tensor.__setitem__ and isinstance(args[0], MovedWidth):
                 func(args[0].whole, args[1], args[2].whole if isinstance(args[2], MovedWidth) else args[2])
             out = func(*args, **kwargs)
@@ -60,6 +66,15 @@ class MovedWidth(Tensor):
                 dtype = kwargs.get("dtype", whole.dtype)
                 return _shown(out, whole.new_zeros((*out.shape[:-1], whole.shape[-1]), dtype=dtype, device=out.device))
             return out
+
+
+def _both(args: Any) -> tuple[MovedWidth, Tensor] | None:
+    """A tensor that shows a width, first, and all features of what is added to it."""
+    one, other = args[:2] if len(args) > 1 else (None, None)
+    other = other.whole if isinstance(other, MovedWidth) else other
+    if not isinstance(one, MovedWidth) or not isinstance(other, Tensor):
+        return None
+    return (one, other) if other.dim() and other.shape[-1] == one.whole.shape[-1] else None
 
 
 def _shown(first: Tensor, whole: Tensor) -> MovedWidth:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tpkernels.nn.sliced_arguments import named_arguments
@@ -105,10 +106,14 @@ class SearchWidths(SearchGathered):
         return found
 
     def _rows_of(self, x: Tensor, call: Scope) -> set[Source]:
-        """What the code of a call makes of ``x`` by moving its rows, and ``x`` itself."""
-        found = {self.recording.source(x)}
+        """What the code of a call makes of ``x`` by moving its rows, and ``x`` itself; before a layer takes any, others
+        may be added to them."""
+        found, taken = {self.recording.source(x)}, False
         for number in range(call.start, call.stop):
             event = self.recording.events[number]
+            taken = taken or event.layer is not None
+            if event.packet is torch.ops.aten.add and taken:
+                continue
             if event.packet in MOVING and found & {*event.sources} and event.outputs[0][-1:] == x.shape[-1:]:
                 found.add((id(self.recording), number, 0))
         return found

@@ -5,8 +5,9 @@ with a tensor of that width, which no step of the recording has made.  The layer
 one, and whatever else takes it is told to take another tensor than the whole model.
 
 Code may move rows of such a tensor, where the guess says so: it transposes them, picks some, and writes these to zeros
-(Longformer's queries of all tokens).  Each such op is replayed on the whole tensor, and its result is shown in turn
-(:class:`tpkernels.nn.shown_width.MovedWidth` does the same, where the code calls the functions that it follows).
+(Longformer's queries of all tokens), or adds others to them (DAB-DETR's places).  Each such op is replayed on the whole
+tensor, and its result is shown in turn (:class:`tpkernels.nn.shown_width.MovedWidth` does so, where the code calls the
+functions that it follows).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from tpkernels.nn.shown_width import MOVES
+from tpkernels.nn.shown_width import ADDS, MOVES
 from tpkernels.planning.modules.numbers import may_move, width_in
 from tpkernels.planning.replays.product_steps import ProductSteps
 from tpkernels.planning.runs.events import TRANSPARENT
@@ -26,7 +27,7 @@ from tpkernels.planning.splits import Unproven
 __all__ = ["MOVING", "WidthSteps"]
 
 aten = torch.ops.aten
-MOVING = {aten.transpose, aten.permute, aten.index, aten.index_put_, aten.new_zeros, *TRANSPARENT}
+MOVING = {aten.transpose, aten.permute, aten.index, aten.index_put_, aten.new_zeros, aten.add, *TRANSPARENT}
 """Ops that may take a tensor of which the width is shown."""
 
 
@@ -86,7 +87,9 @@ class WidthSteps(ProductSteps):
         first = given[0]
         width, features = first.shown.shape[-1], first.whole.shape[-1]
         whole_args = tree_map_only(Tensor, self._whole_for, args)
-        shows = True
+        shows, adds = True, self.function in ADDS
+        if adds and (len(tensors) != 2 or self._whole_for(tensors[1]).shape[-1:] != first.whole.shape[-1:]):
+            return None
         if func.overloadpacket is aten.new_zeros:
             shows = [*args[1]][-1:] == [width]
             whole_args = (whole_args[0], [*args[1][:-1], features], *args[2:]) if shows else whole_args
@@ -97,7 +100,7 @@ class WidthSteps(ProductSteps):
         self.kept.append(made)
         self.alike.passed(func, whole_args, kwargs, whole_tensors, [made])
         self.requiring.passed(func, whole_tensors, [made])
-        out = func(*args, **kwargs)
+        out = self.new_output(made, (*made.shape[:-1], width), made.dtype) if adds else func(*args, **kwargs)
         if tuple(out.shape) != (*made.shape[:-1], width) or made.shape[-1] != features or id(made) in self._splits:
             raise Unproven(f"{func.overloadpacket} moves features of a tensor of which only the width may be read")
         self._shown[id(out)] = _Shown(out, made, first.layers, moves=True)
