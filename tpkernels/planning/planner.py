@@ -148,6 +148,7 @@ class _Planner:
         self.neighbours: Neighbours | None = None
         self.attributes: Attributes = {}
         self.arguments: dict[tuple[str, str], tuple[int, int]] = {}
+        self.states: dict[str, tuple[int, int]] = {}
         self.feeders: set[str] = set()
         self.by_itself: set[type[nn.Module]] = {nn.Embedding}
         """Layers with code of their own around them that may not see a part of what the layer gives or takes."""
@@ -222,6 +223,7 @@ class _Planner:
             gathered=gathered, gathered_bytes=sent * (self.world_size - 1) // self.world_size,
             kept={".".join(filter(None, key)): cut for key, cut in self.decision.kept.items()},
             products=products, product_bytes=bytes_of_products(firsts, dims, self.world_size),
+            states=self.states, state_bytes=sum(self.decision.state_bytes.values()) * (self.world_size - 1) // self.world_size,
         )  # fmt: skip
 
     def _draws_from(self) -> tuple[str, ...]:
@@ -336,6 +338,7 @@ class _Planner:
         for group, proof in self.decision.proven.items():
             self.feeders |= {*group.feeders, *group.summed, *proof.feeders}
             self.arguments |= proof.arguments
+            self.states |= {".".join(filter(None, key)): cut for key, cut in proof.states.items()}
             rows = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in group.rows))
             for name in (name for name in group.columns if name not in group.scattered):
                 style = replace(proof.column(name), sum_input_gradient=name not in self.decision.fed)

@@ -83,6 +83,7 @@ class Unproven(Exception):
 
     ``count``: how many heads, or other indivisible pieces, stood against the number of ranks.  ``parameters``: of which
     whole tensors among the arguments of the op are made that met parts; ``layers``: what whole activations came from;
+    ``states``: modules, and arguments that they write to, of which these are views, with their shapes;
     ``met``: how the whole tensor that met a part would have to be cut; ``segmented``: whether the segments alone are to
     blame, whatever numbers a rank's code reads; ``taken``: a convolution or a linear layer, and the segments that it
     would have to take parts of.
@@ -93,6 +94,7 @@ class Unproven(Exception):
         self.reason, self.count = reason, count
         self.parameters: frozenset[str] = frozenset()
         self.layers: frozenset[str] = frozenset()
+        self.states: dict[tuple[str, str], tuple[int, ...]] = {}
         self.met: Split | None = None
         self.segmented = False
         self.taken: tuple[str, tuple[int, ...]] | None = None

@@ -43,6 +43,7 @@ from tpkernels.nn.sliced_arguments import slice_arguments
 from tpkernels.nn.summed_output import sum_output_gradient
 from tpkernels.nn.torch_encoder import call_cut_layers
 from tpkernels.nn.whole_linear import WholeLinear
+from tpkernels.nn.written_states import run_with_states
 from tpkernels.planning.alone.ties import tie_kind
 from tpkernels.planning.alone.whole_in_out import check_experts
 from tpkernels.planning.entries.plan import ShardingPlan
@@ -266,6 +267,8 @@ def parallelize(
         call_by_weight(plan.by_weight, modules)
         take_over_parts(plan.statistics, modules, tp)
         multiplying = multiply_parts(plan.products, styles, modules, tp)
+        for name, states in plan.written_states.items():
+            run_with_states(modules[name], states, tp)
         keep_in_modules(plan.kept, modules, tp)
         for feeder in {id(modules[name]): modules[name] for name, style in styles.items()
                        if isinstance(style, Column | Row | Replicate) and style.summed_gradient}.values():  # fmt: skip

@@ -55,6 +55,8 @@ _NEW_IN: dict[int, dict[str, Any]] = {
         "kept": {},
         "products": {},
         "product_bytes": 0,
+        "states": {},
+        "state_bytes": 0,
     },
     7: {"strategy": "auto"},
     6: {"by_weight": {}},
@@ -175,6 +177,11 @@ class ShardingPlan:
     these: ranks sum the gradient of x, or the result, as with columns and rows."""
     product_bytes: int = 0
     """Sent by one rank for these in a forward and a backward pass over the example."""
+    states: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Arguments that modules write to (``attention.state[2]``), of which each rank reads and writes its part, and all
+    have the whole: the dimension that is cut, and all features."""
+    state_bytes: int = 0
+    """Sent by one rank for these in a call of the example that has them."""
     strategy: str = "auto"
     """By which :func:`make_plan` found it: "auto" or "rules"."""
 
@@ -212,7 +219,7 @@ class ShardingPlan:
     def wire_bytes(self) -> int:
         """Bytes that one rank sends in a forward and a backward pass over the example, on average over the ranks."""
         beside = (self.residual_bytes or 0) + self.statistic_bytes + self.result_bytes + self.gathered_bytes
-        beside += self.product_bytes
+        beside += self.product_bytes + self.state_bytes
         return beside + sum(entry.wire_bytes or 0 for entry in self.entries)
 
     @property
@@ -234,6 +241,11 @@ class ShardingPlan:
     def gathered_arguments(self) -> dict[str, dict[str, tuple[int, int]]]:
         """``gathered`` by module and name."""
         return _by_module(self.gathered)
+
+    @property
+    def written_states(self) -> dict[str, dict[str, tuple[int, int]]]:
+        """``states`` by module and name."""
+        return _by_module(self.states)
 
     def validate(self, model: nn.Module) -> None:
         """Check that this plan is for ``model``: the same modules with parameters of the same shapes.
@@ -261,6 +273,7 @@ class ShardingPlan:
         others = (
             *self.cut_arguments,
             *self.gathered_arguments,
+            *self.written_states,
             *(key.rpartition(".")[0] for key in self.kept),
             *self.whole_draws,
             *self.statistics,
@@ -339,7 +352,7 @@ def _plan_from(body: dict[str, Any]) -> ShardingPlan:
     check_kinds("plan", body, world_size=is_count, sequence_parallel=is_flag, sequence_random=is_flag)
     check_kinds("plan", body, residual_bytes=is_count_or_none, strategy=_is_strategy)
     check_kinds("plan", body, statistic_bytes=is_count, result_bytes=is_count, gathered_bytes=is_count)
-    check_kinds("plan", body, product_bytes=is_count)
+    check_kinds("plan", body, product_bytes=is_count, state_bytes=is_count)
     entries = []
     for item in body["entries"]:
         check_keys("entry", item, Entry)
@@ -360,7 +373,7 @@ def _plan_from(body: dict[str, Any]) -> ShardingPlan:
     for key, (whole, ranks) in statistics.items():
         if sum(ranks) != whole or 0 in ranks:
             raise ValueError(f"the features of {key} are {whole}, and those of its ranks {list(ranks)}")
-    arguments, kept = (dimensions(body, key) for key in ("arguments", "kept"))
+    arguments, kept, states = (dimensions(body, key) for key in ("arguments", "kept", "states"))
     gathered = {}
     for key, cut in body["gathered"].items():
         if len(cut) != 2 or not all(map(is_count, cut)) or not 0 < cut[1] <= cut[0] or cut[0] % cut[1]:
@@ -390,6 +403,7 @@ def _plan_from(body: dict[str, Any]) -> ShardingPlan:
         "statistics": statistics,
         "gathered": gathered,
         "kept": kept,
+        "states": states,
     }
     found["cut_results"] = tuple(cut_result(cut, body["world_size"]) for cut in body["cut_results"])
     return ShardingPlan(**body | lists | found)

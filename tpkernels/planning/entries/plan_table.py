@@ -155,6 +155,8 @@ def _totals(plan: ShardingPlan) -> list[str]:
     lines += [f"called where {line}" for line in _by_weight(plan)]
     if plan.products:
         lines.append(f"products with parts: {', '.join(_products(plan))}, which sends {_bytes(plan.product_bytes)}")
+    if plan.states:
+        lines.append(f"states: {', '.join(_states(plan))}, which sends {_bytes(plan.state_bytes)}")
     if plan.statistics:
         sent = _bytes(plan.statistic_bytes)
         lines.append(f"sums, means and spreads over all ranks: of {', '.join(_statistics(plan))}, which sends {sent}")
@@ -204,6 +206,14 @@ def _kept(plan: ShardingPlan) -> list[str]:
     for key, (_, size) in plan.kept.items():
         found.setdefault((_pattern(key), size), []).append(key)
     return [f"{_name(pattern, keys)}: this rank's of {size}" for (pattern, size), keys in found.items()]
+
+
+def _states(plan: ShardingPlan) -> list[str]:
+    """As for attributes."""
+    found: dict[tuple[str, int], list[str]] = {}
+    for key, (_, size) in plan.states.items():
+        found.setdefault((_pattern(key), size), []).append(key)
+    return [f"this rank's of {size} in {_name(pattern, keys)}" for (pattern, size), keys in found.items()]
 
 
 def _by_weight(plan: ShardingPlan) -> list[str]:

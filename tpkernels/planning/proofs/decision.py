@@ -78,6 +78,8 @@ class Decision:
     """Modules that take sums, means or spreads over features that are cut: how many there are, and on each rank."""
     kept: Kept = field(default_factory=dict)
     """Attributes in which modules keep parts from one call for the next."""
+    state_bytes: dict[str, int] = field(default_factory=dict)
+    """What is gathered for states that modules write parts to, by module and argument."""
     adapters: dict[str, str] = field(default_factory=dict)
     """Layers of narrow pairs whose other layer is cut with a larger group, and that one."""
     together: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -402,6 +404,7 @@ class _Decider:
         self.decision.whole_draws = tuple(sorted(replay.whole_draws))
         self.decision.statistics = dict(sorted(replay.statistics.items()))
         self.decision.kept = dict(sorted(replay.kept_parts.items()))
+        self.decision.state_bytes = replay.state_bytes
 
     def _multiply_parts(self) -> None:
         """Cut modules by parameters that their code multiplies by itself, beside what is cut already."""

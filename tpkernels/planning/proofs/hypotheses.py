@@ -89,6 +89,8 @@ class Proof:
     """Layers that stay whole, and whose output's gradient is summed, beside those of the group."""
     arguments: Mapping[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
     """By module and name: arguments of which a rank takes its heads' part; the dimension, and how many heads."""
+    states: Mapping[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
+    """By module and name: arguments that it writes to, of which a rank takes its part; the dimension, and its size."""
     copied: int = 0
     behind: int = 0
     """How many segments of the packed column every rank has whole, the key and value that all queries share, and how
@@ -138,6 +140,7 @@ class Proof:
             {moved_parameter(name): cut for name, cut in self.slices.items()},
             tuple(moved_parameter(name) for name in self.feeders),
             {(moved(name), argument): cut for (name, argument), cut in self.arguments.items()},
+            {(moved(name), argument): cut for (name, argument), cut in self.states.items()},
             self.copied,
             self.behind,
             {names[name]: sizes for name, sizes in self.taken.items()},
@@ -172,6 +175,7 @@ class Hypotheses:
         copied: int = 0,
         behind: int = 0,
         arguments: Mapping[tuple[str, str], tuple[int, int]] = MappingProxyType({}),
+        states: Mapping[tuple[str, str], tuple[int, int]] = MappingProxyType({}),
     ) -> dict[str, Role]:
         """What layers, parameters and arguments are to a group that is cut so."""
         found = {
@@ -188,8 +192,9 @@ class Hypotheses:
             name: Role("slice", cut.runs, number, pieces, cut.dim, cut.copied, cut.behind)
             for name, cut in slices.items()
         }
-        for (module, name), (dim, heads) in arguments.items():
-            found[f"{module}:{name}"] = Role("argument", (heads,), number, pieces, dim)
+        for kind, some in (("argument", arguments), ("state", states)):
+            for (module, name), (dim, size) in some.items():
+                found[f"{module}:{name}"] = Role(kind, (size,), number, pieces, dim)
         for module, name, layer in group.gathered:
             found[f"{module}:{name}"] = replace(found[layer], kind="gathered")
         return found

@@ -97,7 +97,9 @@ def _proven(module: nn.Module, layers: dict[str, Layer], world_size: int) -> Inn
         return {}, ()
     styles: dict[str, Style] = {}
     for group, proof in decision.proven.items():
-        plain = not (proof.attributes or proof.copies or proof.pieces or proof.slices or proof.arguments)
+        plain = not (
+            proof.attributes or proof.copies or proof.pieces or proof.slices or proof.arguments or proof.states
+        )
         if not plain or any(len(sizes) > 1 for sizes in proof.segments.values()) or group.random:
             continue
         if group.scattered or any(layers[name].kind == "embedding" for name in group.columns):

@@ -36,6 +36,7 @@ def join(first: Group, one: Proof, second: Group, other: Proof) -> tuple[Group, 
         slices={**other.slices, **one.slices},
         feeders=_both(one.feeders, other.feeders),
         arguments={**other.arguments, **one.arguments},
+        states={**other.states, **one.states},
     )
     return group, proof
 

@@ -173,6 +173,13 @@ class Search(Hypotheses):
                 found = self._tried(group, replace(proof, slices={**proof.slices, name: cut}))
                 if found is not None:
                     return found
+        for key, part in self._states(error, proof):
+            if not self._tries:
+                return None
+            self._tries -= 1
+            found = self._tried(group, replace(proof, states={**proof.states, key: part}))
+            if found is not None:
+                return found
         for key, part in self._constants(group, error, proof) if self.says_all else ():
             if not self._tries:
                 return None
@@ -197,6 +204,15 @@ class Search(Hypotheses):
             if not self.recording.has_origin(value):
                 yield from (((scope.name, name), (d, heads)) for d, size in enumerate(value.shape) if size % heads == 0)
 
+    def _states(self, error: Unproven, proof: Proof) -> Iterator[tuple[tuple[str, str], tuple[int, int]]]:
+        """What a module writes to and met parts as a whole, by the dimension that is as large as all of these."""
+        met = error.met
+        if met is None or len(met.segments) > 1 or proof.pieces or self.whole_inputs or not self.says_all:
+            return
+        for key, shape in error.states.items():
+            dims = [dim for dim, size in enumerate(shape) if size == met.segments[0]]
+            yield from ((key, (dim, shape[dim])) for dim in dims if key not in proof.states)
+
     def _tried(self, group: Group, proof: Proof) -> Proof | None:
         """The proof, if it holds, or one with more parameters cut or more feeders."""
         owners = [name.rpartition(".")[0] for name in (*proof.slices, *proof.feeders)]
@@ -205,7 +221,7 @@ class Search(Hypotheses):
         try:
             heads = self._attempt(
                 self.recording, *args, feeders=proof.feeders, copied=proof.copied, behind=proof.behind,
-                arguments=proof.arguments,
+                arguments=proof.arguments, states=proof.states,
             )  # fmt: skip
         except Unproven as error:
             self._torn += [error] if error.segmented else []
@@ -334,11 +350,12 @@ class Search(Hypotheses):
         copied: int = 0,
         behind: int = 0,
         arguments: Mapping[tuple[str, str], tuple[int, int]] = MappingProxyType({}),
+        states: Mapping[tuple[str, str], tuple[int, int]] = MappingProxyType({}),
     ) -> int:
         """The number of heads, or 0."""
         roles = self.roles(
             group, segments, pieces=pieces, slices=slices, feeders=feeders, copied=copied, behind=behind,
-            arguments=arguments,
+            arguments=arguments, states=states,
         )  # fmt: skip
         for rank in unlike_ranks(roles, world_size):
             replay = Replay(self.shadow, recording, roles, attributes, world_size, rank)

@@ -91,6 +91,7 @@ class SearchStates(SearchWidths):
 
     @staticmethod
     def _keeps(recording: Recording, scope: str) -> bool:
-        """Whether the module, or one in it, keeps a tensor in this run that it has made of others."""
-        prefix = f"{scope}." if scope else ""
-        return any(name == scope or name.startswith(prefix) for name, _ in recording.kept_states)
+        """Whether the module, or one in it, keeps a tensor in this run that it has made of others, or writes to one
+        that it is given in a list."""
+        prefix, keeping = f"{scope}." if scope else "", [name for name, _ in recording.kept_states]
+        return any(name == scope or name.startswith(prefix) for name in (*keeping, *recording.states_written))

@@ -67,7 +67,7 @@ class WholeReplays:
         for number, (group, proof) in enumerate(proofs.items()):
             roles |= self._hypotheses.roles(
                 group, proof.segments, number, proof.pieces, proof.slices, proof.feeders, proof.copied, proof.behind,
-                proof.arguments,
+                proof.arguments, proof.states,
             )  # fmt: skip
             attributes |= proof.attributes
             whole |= proof.whole_attributes

@@ -39,7 +39,7 @@ class ConstantParts(KeptParts):
             self._one_number.add(storage_of(tensor))
 
     def before_written(self, func: Any, args: Any, kwargs: Any) -> None:
-        """An op is about to write to tensors, if it writes at all."""
+        super().before_written(func, args, kwargs)
         for tensor in written_by(func, args, kwargs) if func._schema.is_mutable and self._one_number else ():
             if storage_of(tensor) not in self._one_number:
                 continue

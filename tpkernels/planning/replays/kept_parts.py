@@ -1,6 +1,6 @@
 """Parts that a module keeps from one call for the next as an attribute, such as the state of a recurrence.
 
-It owns :class:`KeptParts`, between the steps that gather and the replay of ops.  A part may be kept where code of
+It owns :class:`KeptParts`, between the steps that take arguments and the replay of ops.  A part may be kept where code of
 the module's own class reads the attribute, always cut alike, by features or heads that divide; the replay of the next
 call then finds it there (:meth:`KeptParts.begin_after`).  In the parallel model all other code sees the whole
 (:mod:`tpkernels.sharding.kept_caches`).
@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from tpkernels.planning.replays.gather_steps import GatherSteps
+from tpkernels.planning.replays.argument_steps import ArgumentSteps
 from tpkernels.planning.runs.module_state import State
 from tpkernels.planning.runs.tensors import storage_of
 from tpkernels.planning.splits import Split, Unproven, degrees
@@ -30,7 +30,7 @@ Kept = dict[tuple[str, str], tuple[int, int]]
 _READING = ("LOAD_ATTR", "LOAD_METHOD")
 
 
-class KeptParts(GatherSteps):
+class KeptParts(ArgumentSteps):
     """A run next to a recording, of one rank."""
 
     def __init__(self, *args: Any) -> None:

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from tpkernels.nn.sliced_arguments import named_arguments, with_arguments
 from tpkernels.ops.checks import DTYPES
 from tpkernels.planning.replays.constant_parts import ConstantParts
 from tpkernels.planning.replays.op_call import crossed, is_pointwise
@@ -42,9 +41,9 @@ from tpkernels.planning.runs.op_arguments import (
 )
 from tpkernels.planning.runs.session import Scope
 from tpkernels.planning.runs.shadow import Shadow
-from tpkernels.planning.runs.tensors import storage_of, tensors_in
+from tpkernels.planning.runs.tensors import tensors_in
 from tpkernels.planning.runs.trace import Recording
-from tpkernels.planning.splits import CROSSED, HandedOn, Split, Unproven, divisor, how, part_of_constant, raised
+from tpkernels.planning.splits import CROSSED, Split, Unproven, divisor, how, part_of_constant, raised
 
 __all__ = ["Replay", "Role", "unlike_ranks"]
 
@@ -87,15 +86,10 @@ class Replay(ConstantParts):
         """Groups between whose layers random numbers were drawn for whole tensors, and for parts."""
         self._open_at_entry: dict[str, set[int]] = {}
         """By module: the groups between whose layers it was called last."""
-        self._arguments: dict[str, dict[str, Role]] = {}
-        """By module: arguments of which it takes a part."""
         self._begin(0, len(recording.events))
         for name, role in roles.items():
             if role.kind in ("slice", "product"):
                 self._slice(name, role)
-            elif role.kind == "argument":
-                module, _, argument = name.rpartition(":")
-                self._arguments.setdefault(module, {})[argument] = role
 
     def _begin(self, start: int, stop: int) -> None:
         """Stand before event ``start``, as the recording did."""
@@ -109,33 +103,6 @@ class Replay(ConstantParts):
         self.slices[name] = part
         self.made[id(part)] = self.source(whole)
         self._mark(part, split, frozenset([role.group]))
-
-    def given(self, name: str, args: Any, kwargs: Any) -> Any:
-        """The call with this rank's part of the arguments that are cut, with all of those that are gathered, and with
-        this rank's width of others."""
-        if not any(name in some for some in (self._arguments, self._gathered, self._widths)):
-            return None
-        module = self.shadow.modules[name]
-        taken = named_arguments(module, args, kwargs)
-        values = self.shown_to(name, taken) | self.gathered_for(name, taken)
-        for argument, role in self._arguments.get(name, {}).items():
-            whole = taken.get(argument)
-            if whole is None:
-                continue
-            (heads,), self.blame = role.segments, frozenset([role.group])
-            if id(whole) in self._splits:  # what gives it has cut it already
-                raise HandedOn(name, argument)
-            if not isinstance(whole, Tensor) or whole.dim() <= role.dim or whole.shape[role.dim] % heads:
-                raise Unproven(f"{argument} of {name} has no runs of {heads} heads")
-            if self.has_origin(whole) or whole in self.requiring:
-                raise Unproven(f"{argument} of {name} has a gradient")
-            split = Split(role.dim, role.segments * (whole.shape[role.dim] // heads), role.pieces)
-            part = self.new_output(whole, split.local_shape(whole.shape, self.world_size, self.rank), whole.dtype)
-            del self.origins[storage_of(part)]
-            self.made[id(part)] = self.source(whole)
-            self._mark(part, split, frozenset([role.group]))
-            values[argument] = part
-        return with_arguments(module, args, kwargs, values) if values else None
 
     def came_from(self, tensor: Tensor) -> frozenset[str]:
         return self.recording.layers_behind(self.source(tensor))
@@ -220,7 +187,7 @@ class Replay(ConstantParts):
         try:
             answers = self._answers(func, event, (local, local_kwargs), splits, (args, kwargs))
         except Unproven as error:
-            error.parameters = self._whole_parameters(tensors)
+            error.parameters, error.states = self._whole_parameters(tensors), self.states_behind(tensors)
             raise
         out = self._run_op(func, args, kwargs, tensors)
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
@@ -255,7 +222,7 @@ class Replay(ConstantParts):
             return func(*args, **kwargs)
         except Exception as error:
             told = raised(error)
-            told.parameters = self._whole_parameters(tensors)
+            told.parameters, told.states = self._whole_parameters(tensors), self.states_behind(tensors)
             raise told from error
 
     def _check_random(self, func: Any, args: Any, tensors: list[Tensor]) -> None:
@@ -295,10 +262,11 @@ class Replay(ConstantParts):
         super().entered(name, args, kwargs)
         self._open_at_entry[name] = {*self._open_groups}
 
-    def left(self, name: str, output: Any = None) -> None:
-        super().left(name, output)
+    def left(self, name: str, output: Any = None) -> Any:
+        given = super().left(name, output)
         if name in self.whole_draws and self._open_at_entry[name] != self._open_groups:
             raise Unproven(f"{name} draws random numbers for whole tensors, and calls layers between which parts are")
+        return given
 
     def _answers(
         self, func: Any, event: Event, local: Any, splits: list[Any], arguments: Any

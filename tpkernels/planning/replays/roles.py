@@ -22,7 +22,7 @@ class Role:
     A "slice" is a parameter of some other module, by its name, of which each rank has its part of dimension ``dim``.
     A "product" is one by which code multiplies, as a column's or a row's weight.
     An "argument" (``module:name``) is one of a call of a module that takes its part of each run of so many heads.
-    So has one that is "gathered", whose module takes all of what a column gives.
+    So has one that is "gathered", whose module takes all of what a column gives, and a "state", which it writes to.
     A "table" is whole, and its rows meet parts.
     ``group`` is blamed where the cut cannot be proven; ``pieces`` as for :class:`Split`.
     """

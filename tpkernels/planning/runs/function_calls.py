@@ -1,8 +1,9 @@
 """What a run sees of the functions that a model's code calls, before they are ops.
 
 It owns the list of these function modes, and the one for sums, means and spreads over the last dimension, of which one
-rank has a part (:mod:`tpkernels.nn.part_statistics`), and for products with parameters that are no layer's
-(:mod:`tpkernels.nn.parameter_products`).
+rank has a part (:mod:`tpkernels.nn.part_statistics`), for products with parameters that are no layer's
+(:mod:`tpkernels.nn.parameter_products`), and for what is written to places of a tensor
+(:mod:`tpkernels.nn.written_states`).
 """
 
 from __future__ import annotations
@@ -79,6 +80,8 @@ class _Calls(TorchFunctionMode):
                 return self.session.statistic_taken(statistic, lambda: func(*args, **kwargs))
             if product is not None:
                 return self.session.product_taken(product, lambda: func(*args, **kwargs))
+            if func is torch.Tensor.__setitem__:
+                return self.session.item_written(*args, run=lambda: func(*args))
             return func(*args, **kwargs)
         finally:
             self.session.function = before

@@ -365,6 +365,15 @@ class Session(Told, TorchDispatchMode):
     def entered_quietly(self, name: str, args: Any, kwargs: Any) -> None:
         self.quiet_calls.append((name, len(args) == 1 and isinstance(args[0], Tensor) and not kwargs))
 
+    def leaving(self, name: str, output: Any) -> Any:
+        """A module returns; what it returns instead, or None."""
+        if self.quiet is not None:
+            self.left_quietly(name)
+            return None
+        while self.inside and self.inside.pop() != name:
+            pass
+        return self.left(name, output)
+
     def left_quietly(self, name: str) -> None:
         while self.quiet_calls and self.quiet_calls.pop()[0] != name:
             pass

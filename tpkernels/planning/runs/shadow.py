@@ -439,12 +439,7 @@ class Shadow:
         return hook
 
     def _leaving(self, name: str) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if self.session is not None and self.session.quiet is not None:
-                self.session.left_quietly(name)
-            elif self.session is not None:
-                while self.session.inside and self.session.inside.pop() != name:
-                    pass
-                self.session.left(name, output)
+        def hook(module: nn.Module, args: Any, output: Any) -> Any:
+            return None if self.session is None else self.session.leaving(name, output)
 
         return hook

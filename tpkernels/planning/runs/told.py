@@ -28,8 +28,9 @@ class Told:
         """what it is called with instead (None for what it is given),"""
         return None
 
-    def left(self, name: str, output: Any = None) -> None:
-        """and it returns."""
+    def left(self, name: str, output: Any = None) -> Any:
+        """and it returns; what it returns instead (None for what it gives)."""
+        return None
 
     def original_called(self, name: str) -> None:
         """A module of the model itself runs, not its copy."""
@@ -80,6 +81,10 @@ class Told:
 
     def product_taken(self, product: Product, run: Callable[[], Tensor]) -> Tensor:
         """A product that may be with a parameter (``nn/parameter_products.py``), also inside of an opaque module."""
+        return run()
+
+    def item_written(self, target: Tensor, index: Any, value: Any, run: Callable[[], Any]) -> Any:
+        """``target[index] = value``, also inside of an opaque module."""
         return run()
 
     def channels_called(self, name: str, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

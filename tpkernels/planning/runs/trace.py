@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from tpkernels.nn.host_generators import host_states
 from tpkernels.nn.parameter_products import Product
 from tpkernels.nn.part_statistics import Statistic
+from tpkernels.nn.sliced_arguments import named_arguments
 from tpkernels.planning.modules.channel_modules import ChannelCall
 from tpkernels.planning.modules.part_norms import NormCall, numbers_in
 from tpkernels.planning.runs.conditions import Path, Rest
@@ -39,16 +40,17 @@ from tpkernels.planning.runs.events import (
 )
 from tpkernels.planning.runs.example_calls import Example
 from tpkernels.planning.runs.function_calls import ProductCall, StatisticCall
+from tpkernels.planning.runs.graph import Graph, Node
 from tpkernels.planning.runs.op_arguments import memory_of
-from tpkernels.planning.runs.session import BLANK, Node, Scope, Session
+from tpkernels.planning.runs.session import Scope
 from tpkernels.planning.runs.shadow import Shadow
 from tpkernels.planning.runs.shared_conditions import Turns
-from tpkernels.planning.runs.tensors import can_require_grad, storage_of, tensors_in
+from tpkernels.planning.runs.tensors import can_require_grad, storage_of, tensors_in, written_by
 
 __all__ = ["Recording"]
 
 
-class Recording(Session):
+class Recording(Graph):
     """The events, scopes and graph of one run.
 
     Args:
@@ -82,7 +84,6 @@ class Recording(Session):
             self._begin_after(after)
         self.events: list[Event] = []
         self.scopes: list[Scope] = []
-        self.nodes: list[Node] = []
         self.direct: set[str] = set()
         """Layers, and torch's attention modules, whose parameters the model uses without calling them."""
         self.by_weight: dict[str, set[str]] = {}
@@ -116,6 +117,10 @@ class Recording(Session):
         self.convolution_inputs: dict[str, list[int]] = {}
         self.layer_reads: dict[str, list[tuple[int, int]]] = {}
         """Of each call of a layer: which tensor it read, and the node that had last written it."""
+        self.states_written: dict[str, frozenset[str]] = {}
+        """By module: what stands in lists among its arguments, and is written to in a call of it."""
+        self._listed: list[tuple[str, dict[int, str]]] = []
+        """Of the calls that are running: what they might write to, by storage."""
         self.callers: dict[str, str] = {}
         """Of opaque modules: the module that called each, "" for the model."""
         self.last_opaque = ""
@@ -126,11 +131,6 @@ class Recording(Session):
         """Layers inside of opaque modules, whose rows depend on values."""
         self._written: dict[int, list[tuple[int, Source]]] = {}
         """Of tensors that ops write to (counters of batch norms): after which event each has which source, in order."""
-        self._to_opaque: list[int] = []
-        self._node_of: dict[int, int] = {}
-        self._noise: set[int] = set()
-        self._blank: dict[int, int] = {}
-        """Nodes of tensors that have the shape of others and none of their numbers, by their storages."""
         self._open: list[Scope] = []
 
     def also(self, other: Recording) -> None:
@@ -198,18 +198,9 @@ class Recording(Session):
         for output in outputs if func._schema.is_mutable else ():
             if any(output is tensor for tensor in tensors):
                 self._written.setdefault(id(output), [(-1, self.source(output))])
+        self._note_states(written_by(func, args, kwargs) if func._schema.is_mutable and self._listed else [])
         self._add(event, outputs)
         return out
-
-    def _note_blank(self, func: Any, tensors: list[Tensor], outputs: list[Tensor]) -> None:
-        """Nothing comes from the tensor whose shape another one has (a mask of ``x.new_ones(...)``), unless code writes
-        to that: what it writes belongs with the tensor."""
-        if func.overloadpacket in BLANK and (node := self._node_of.get(id(outputs[0]))) is not None:
-            self.nodes[node].severed = True
-            self._blank[storage_of(outputs[0])] = node
-        elif func._schema.is_mutable:
-            for storage in {storage_of(tensor) for tensor in tensors} & self._blank.keys():
-                self.nodes[self._blank.pop(storage)].severed = False
 
     def _note_readers(self, tensors: list[Tensor]) -> None:
         """Note code that reads parameters past the modules that own them."""
@@ -228,6 +219,12 @@ class Recording(Session):
             self.made[id(output)] = (id(self), number, place)
             if id(output) in self._written:
                 self._written[id(output)].append((number, self.made[id(output)]))
+
+    def _note_states(self, written: list[Tensor]) -> None:
+        for name, listed in self._listed:
+            found = {listed[storage_of(tensor)] for tensor in written if storage_of(tensor) in listed}
+            if found:
+                self.states_written[name] = self.states_written.get(name, frozenset()) | found
 
     def made_before(self, event: int) -> dict[int, Source]:
         """What had made each tensor when ``event`` began."""
@@ -312,12 +309,6 @@ class Recording(Session):
         sources = tuple(map(self.source, tensors))
         self._add(Event(Opaque(name), [as_given((args, kwargs))], {"dtypes": dtypes}, shapes, sources=sources), outputs)
 
-    def _link_opaque(self, tensors: list[Tensor], outputs: list[Tensor]) -> None:
-        self._to_opaque += [self._node_of[id(tensor)] for tensor in tensors if id(tensor) in self._node_of]
-        if outputs:
-            self.nodes.append(Node([], opaque=True))
-            self._node_of |= {id(output): len(self.nodes) - 1 for output in outputs}
-
     def rest_gives(self, rest: Rest, tensors: list[Tensor]) -> None:
         self._link_opaque(tensors, [])
 
@@ -365,24 +356,6 @@ class Recording(Session):
         """The tensors that the model returns, without the identity of the recording."""
         return {(0, *source[1:]) if isinstance(source, tuple) else source for source in self.results}
 
-    def layers_behind(self, source: Source) -> frozenset[str]:
-        """The layers whose outputs a tensor of this run was made of; none if the model's inputs went in, too."""
-        todo = [node for tensor, node in self._node_of.items() if self.made.get(tensor) == source]
-        seen, found = set(todo), set[str]()
-        while todo:
-            node = self.nodes[todo.pop()]
-            if node.severed:
-                continue
-            if node.is_input or node.opaque:
-                return frozenset()
-            if node.layer is not None:
-                found.add(node.layer)
-                continue
-            fresh = [index for index in node.inputs if index not in seen]
-            seen.update(fresh)
-            todo += fresh
-        return frozenset(found)
-
     def same(self, other: Recording) -> bool:
         """Whether the same ops ran on the same tensors."""
         mine, others = ([event.anywhere() for event in recording.events] for recording in (self, other))
@@ -401,6 +374,10 @@ class Recording(Session):
 
     def entered(self, name: str, args: Any, kwargs: Any) -> None:
         trained = any(isinstance(one, Tensor) and one in self.requiring for one in tree_leaves((args, kwargs)))
+        if any(isinstance(one, list | tuple) for one in (*args, *kwargs.values())):
+            named = named_arguments(self.shadow.modules[name], args, kwargs)
+            listed = {storage_of(one): key for key, one in named.items() if "[" in key and isinstance(one, Tensor)}
+            self._listed.append((name, listed))
         args, kwargs = self.shadow.copied((args, kwargs))
         decided = self.decided_before + len(self.decisions)
         host = None if (now := host_states()) == self.host_began else now
@@ -410,6 +387,8 @@ class Recording(Session):
         self.kept.append((args, kwargs))
 
     def left(self, name: str, output: Any = None) -> None:
+        while self._listed and self._listed[-1][0] not in self.inside:
+            self._listed.pop()
         while self._open:
             scope = self._open.pop()
             if scope.name == name:
@@ -424,23 +403,3 @@ class Recording(Session):
     def captured(self) -> list[str]:
         """Parameters of the model itself that code used which keeps them outside of their modules."""
         return sorted(name for name in self._originals_read if name.rpartition(".")[0] not in self._originals_called)
-
-    def node_of(self, tensor: Tensor) -> int | None:
-        return self._node_of.get(id(tensor))
-
-    def is_input(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is one that the model was called with."""
-        node = self._node_of.get(id(tensor))
-        return node is not None and self.nodes[node].is_input
-
-    def _link(self, tensors: list[Tensor], outputs: list[Tensor], random: bool) -> None:
-        """Add the op to the graph; noise is the result of random ops that no activation went into."""
-        noisy = any(storage_of(tensor) in self._noise for tensor in tensors)
-        inputs = [self._node_of[id(tensor)] for tensor in tensors if id(tensor) in self._node_of]
-        if inputs:
-            severed = not any(map(can_require_grad, outputs))
-            self.nodes.append(Node(inputs, random=random or noisy, severed=severed))
-            for output in outputs:
-                self._node_of[id(output)] = len(self.nodes) - 1
-        if noisy or random:
-            self._noise |= {storage_of(output) for output in outputs if id(output) not in self._node_of}
