@@ -5,13 +5,13 @@
     module(x, state=[s])          runs as   module(x, state=[s_r])       s_r: this rank's features of s, a copy
     s_r[:, :, i] = v_r  in it     runs as   s_r[:, :, i] = v_r;  s[:, :, i] = all_gather(v_r, the features)
 
-RWKV's attention takes a list of five tensors, in which it finds what the recurrence of its layer has come to, and leaves
-what it comes to now.  The list is a result of the model and an argument of its next call, so that every rank has all of
-it.  The gradient of s_r is gathered to that of s, which is whole on every rank, and that of v_r is a slice of it.
+RWKV's attention takes a list of five tensors, in which it finds what the recurrence of its layer has come to, and
+leaves what it comes to now.  The list is a result of the model and an argument of its next call, so that every rank has
+all of it.  The gradient of s_r is gathered to that of s, which is whole on every rank; that of v_r is a slice of it.
 
 It owns which writes are followed (:func:`place_written`), for the planner and for the parallel model.  It assumes that
 a plan has proven that the module reads nothing but its part.  A write that it does not follow raises when the module
-returns.  Compilers run the module as it is, without a graph.
+returns, but in inference mode, in which nobody counts them.  Compilers run the module as it is, without a graph.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _within(states: Sequence[_State]) -> Iterator[None]:
 
 
 def run_with_states(module: nn.Module, cuts: Mapping[str, tuple[int, int]], mesh: DeviceMesh) -> None:
-    """Let ``forward`` of ``module`` take its part of ``cuts``, the dimension and the features of each state, from now on.
+    """From now on, let ``module`` take its part of ``cuts``: of each state the dimension, and how many features it has.
 
     A call without the state, or with None, is left alone.
     """

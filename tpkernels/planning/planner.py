@@ -223,7 +223,8 @@ class _Planner:
             gathered=gathered, gathered_bytes=sent * (self.world_size - 1) // self.world_size,
             kept={".".join(filter(None, key)): cut for key, cut in self.decision.kept.items()},
             products=products, product_bytes=bytes_of_products(firsts, dims, self.world_size),
-            states=self.states, state_bytes=sum(self.decision.state_bytes.values()) * (self.world_size - 1) // self.world_size,
+            states=self.states,
+            state_bytes=sum(self.decision.state_bytes.values()) * (self.world_size - 1) // self.world_size,
         )  # fmt: skip
 
     def _draws_from(self) -> tuple[str, ...]:

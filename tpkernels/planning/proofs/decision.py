@@ -27,6 +27,7 @@ from tpkernels.planning.proofs.replay_checks import drawn_for_whole, half_partia
 from tpkernels.planning.proofs.search_again import SearchAgain
 from tpkernels.planning.proofs.search_gathered import prove_gathered
 from tpkernels.planning.proofs.search_leaving import prove_leaving
+from tpkernels.planning.proofs.search_states import recordings_beside
 from tpkernels.planning.proofs.tied_groups import Ties, shared_by_groups, unlike_twins
 from tpkernels.planning.proofs.whole_replays import Blamed, WholeReplays
 from tpkernels.planning.replays.kept_parts import Kept
@@ -164,7 +165,7 @@ class _Decider:
             if recording is not self.recording:
                 self.search = SearchAgain(self.shadow, recording, self.world_size)
             self.search.whole_inputs, self.search.says_all = self.whole_inputs, self.says_all
-            self.search.elsewhere = [(mode, other) for mode, other in self.observation.firsts if other is not recording]
+            self.search.elsewhere = recordings_beside(self.observation, recording)
             self.shadow.set_mode(mode)
             waiting = self._prove_alone(recording)
             self._prove_together(waiting)

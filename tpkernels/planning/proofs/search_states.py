@@ -13,17 +13,30 @@ from typing import Any
 
 from tpkernels.planning.proofs.hypotheses import Attributes, Proof, Whole, names_read
 from tpkernels.planning.proofs.search_widths import SearchWidths
+from tpkernels.planning.runs.example_inputs import Observation
 from tpkernels.planning.runs.layer_groups import Group
 from tpkernels.planning.runs.session import Scope
 from tpkernels.planning.runs.shadow import Mode, Shadow
 from tpkernels.planning.runs.trace import Recording
 from tpkernels.planning.splits import Unproven, divisor, share
 
-__all__ = ["SearchStates"]
+__all__ = ["SearchStates", "recordings_beside"]
+
+
+def recordings_beside(observation: Observation, recording: Recording) -> list[tuple[Mode, Recording]]:
+    """First recordings of other examples; and where modules write to states that they do not in these, another one."""
+    found = [(mode, other) for mode, other in observation.firsts if other is not recording]
+    known = {frozenset(other.states_written.items()) for other in (recording, *(other for _, other in found))}
+    for mode, other in observation.recordings:
+        written = frozenset(other.states_written.items())
+        if written and written not in known:
+            known.add(written)
+            found.append((mode, other))
+    return found
 
 
 class SearchStates(SearchWidths):
-    """A search whose proofs hold in ``elsewhere`` as well, first recordings of other examples, if some do."""
+    """A search whose proofs hold in ``elsewhere`` as well, recordings of other calls, if some do."""
 
     elsewhere: Sequence[tuple[Mode, Recording]] = ()
 

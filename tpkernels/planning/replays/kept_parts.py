@@ -1,6 +1,6 @@
 """Parts that a module keeps from one call for the next as an attribute, such as the state of a recurrence.
 
-It owns :class:`KeptParts`, between the steps that take arguments and the replay of ops.  A part may be kept where code of
+It owns :class:`KeptParts`, between the steps that take arguments and constant parts.  A part may be kept where code of
 the module's own class reads the attribute, always cut alike, by features or heads that divide; the replay of the next
 call then finds it there (:meth:`KeptParts.begin_after`).  In the parallel model all other code sees the whole
 (:mod:`tpkernels.sharding.kept_caches`).

@@ -57,6 +57,8 @@ class StateSteps(GatherSteps):
         """By module: its states."""
         self._calls: list[_Call] = []
         """With states, the innermost last."""
+        self._left_behind: set[int] = set()
+        """Storages of parts whose modules have returned: nobody writes there what the whole states get."""
         self._writing: int | None = None
         """The storage of the part that is being written to by an index."""
         self._may_be_states: list[tuple[str, dict[int, tuple[str, tuple[int, ...]]]]] = []
@@ -81,16 +83,17 @@ class StateSteps(GatherSteps):
             self._may_be_states.append((name, found))
 
     def states_behind(self, tensors: list[Tensor]) -> dict[tuple[str, str], tuple[int, ...]]:
-        """The modules and arguments that whole ``tensors`` are views of, which these modules write to; their shapes."""
+        """Modules and arguments that they write to, with their shapes: those that whole ``tensors`` are views of, else
+        all of the innermost module, of which they may be made."""
         whole = {storage_of(tensor) for tensor in tensors if id(tensor) not in self._splits}
-        for module, known in reversed(self._may_be_states):
-            if found := [known[one] for one in whole if one in known]:
-                return {(module, argument): shape for argument, shape in found}
+        views = [(name, {one: known[one] for one in whole & known.keys()}) for name, known in self._may_be_states]
+        for module, known in [*reversed([one for one in views if one[1]]), *reversed(self._may_be_states)][:1]:
+            return {(module, argument): shape for argument, shape in known.values()}
         return {}
 
     def states_for(self, module: str, taken: dict[str, Any]) -> dict[str, Tensor]:
         """What stands for states in a call of ``module``."""
-        states = []
+        states: list[_State] = []
         for argument, role in self._stated.get(module, {}).items():
             whole = taken.get(argument)
             if whole is None:
@@ -156,6 +159,13 @@ class StateSteps(GatherSteps):
         finally:
             self._writing = None
 
+    def not_from_before(self, tensors: list[Tensor]) -> None:
+        super().not_from_before(tensors)
+        for tensor in tensors if self._left_behind else ():
+            if storage_of(tensor) in self._left_behind:
+                self.blame = self._groups.get(id(tensor), self.blame)
+                raise Unproven("a part of a state is read behind the module that has taken it")
+
     def before_written(self, func: Any, args: Any, kwargs: Any) -> None:
         """An op is about to write to tensors, if it writes at all."""
         for state in self._open_states() if func._schema.is_mutable else ():
@@ -174,6 +184,7 @@ class StateSteps(GatherSteps):
         self.blame = frozenset(state.role.group for state in call.states)
         if changed := items_changed(call.args, call.kwargs, call.before, self.shadow.modules[name]):
             raise Unproven(f"{name} changes {', '.join(changed)}, of which it has a part")
+        self._left_behind |= {storage_of(state.part) for state in call.states}
         for state in call.states:
             if self.has_origin(state.part):
                 self.set_origin(state.whole, None)

@@ -81,7 +81,7 @@ class _Calls(TorchFunctionMode):
             if product is not None:
                 return self.session.product_taken(product, lambda: func(*args, **kwargs))
             if func is torch.Tensor.__setitem__:
-                return self.session.item_written(*args, run=lambda: func(*args))
+                return self.session.item_written(args[0], args[1], args[2], lambda: func(*args))
             return func(*args, **kwargs)
         finally:
             self.session.function = before
