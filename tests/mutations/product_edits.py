@@ -1,4 +1,4 @@
-"""Seeded faults of products with parameters that are cut, and of results that are, as edits of one line."""
+"""Seeded faults of products with parameters, of states and of results that are cut, as edits of one line."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from tests.mutations.edit import Edit
 __all__ = ["OWN_PRODUCTS", "RETURNED"]
 
 PRODUCTS = "tests/planning/test_own_products.py"
+STATES = "tests/planning/test_written_states.py"
 
 OWN_PRODUCTS = (
     Edit(
@@ -23,6 +24,27 @@ OWN_PRODUCTS = (
         "fork.enter(y.device, mesh.get_local_rank())",
         "pass",
         f"{PRODUCTS} -k other_numbers",
+    ),
+    Edit("nn/written_states.py", "replicated_grad=True", "replicated_grad=False", f"{STATES} -k values_states"),
+    Edit("nn/written_states.py", "if self._version() != self._known:", "if False:", f"{STATES} -k values_states"),
+    Edit("planning/replays/state_steps.py", "in own for tensor in", "in () for tensor in", f"{STATES} -k would_not"),
+    Edit(
+        "planning/replays/state_steps.py",
+        "if storage_of(tensor) in self._left_behind:",
+        "if False:",
+        f"{STATES} -k would_not",
+    ),
+    Edit(
+        "planning/replays/state_steps.py",
+        "if changed := items_changed(",
+        "if changed := [] and items_changed(",
+        f"{STATES} -k would_not",
+    ),
+    Edit(
+        "planning/runs/graph.py",
+        "if not any(id(output) == blank",
+        "if False and any(id(output) == blank",
+        f"{STATES} -k is_cut",
     ),
 )
 
