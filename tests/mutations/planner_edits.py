@@ -53,10 +53,10 @@ PLANNER = (
     Edit("planning/replays/op_call.py", "{aten.view, aten._to_copy, aten._softmax}", "{aten.view}", CROSSED),
     Edit("planning/replays/op_call.py", "if cut is not None] == [1, 2]", "if cut is not None]", CROSSED),
     Edit("planning/replays/replay.py", "if answer != CROSSED and tuple", "if tuple", CROSSED),
-    Edit("planning/runs/trace.py", "self.nodes[node].severed = True", "del node", f"{ALONE} -k another_one_has"),
+    Edit("planning/runs/graph.py", "self.nodes[node].severed = True", "del node", f"{ALONE} -k another_one_has"),
     Edit(
-        "planning/runs/trace.py",
-        "self.nodes[self._blank.pop(storage)].severed = False",
+        "planning/runs/graph.py",
+        "self.nodes[node].severed = False",
         "pass",
         f"{ALONE} -k another_one_has",
     ),
@@ -130,7 +130,7 @@ PLANNER = (
     ),
     Edit(
         "planning/replays/replay.py",
-        "told.parameters = self._whole_parameters(tensors)",
+        "told.parameters, told.states = self._whole_parameters(tensors), self.states_behind(tensors)",
         "pass",
         f"{FOLLOWED} -k meets",
     ),
