@@ -195,7 +195,8 @@ class _Decider:
         found: dict[Any, tuple[Group, Scope, Proof] | Unproven] = {}
         waiting: dict[Any, list[Group]] = {}
         used = {name for group in self.decision.proven for name in group.layers}
-        groups = find_groups(recording)
+        groups = find_groups(recording, filled=True)
+        groups += [group for group in find_groups(recording) if recording.filled and group not in groups]
         small = self._small_beside(groups)
         for group in sorted(groups, key=lambda group: group in small or self._is_narrow(group)):
             if group in self.decision.refused or not self.search.is_called(group):

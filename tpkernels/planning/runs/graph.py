@@ -24,6 +24,8 @@ class Graph(Session):
     def __init__(self, shadow: Shadow, attributes: Mapping[tuple[str, str], int]) -> None:
         super().__init__(shadow, attributes)
         self.nodes: list[Node] = []
+        self.filled: set[tuple[int, int]] = set()
+        """Edges to tensors that have the shape of others from what is written to views of them (``y[:, t] = ...``)."""
         self._to_opaque: list[int] = []
         self._node_of: dict[int, int] = {}
         self._noise: set[int] = set()
@@ -52,7 +54,7 @@ class Graph(Session):
 
     def _note_blank(self, func: Any, tensors: list[Tensor], outputs: list[Tensor]) -> None:
         """Nothing comes from the tensor whose shape another one has (a mask of ``x.new_ones(...)``), unless code writes
-        to that: what it writes belongs with the tensor, also where it goes into a view (``y[:, t] = ...``)."""
+        to that: what it writes belongs with the tensor."""
         if func.overloadpacket in BLANK and (node := self._node_of.get(id(outputs[0]))) is not None:
             self.nodes[node].severed = True
             self._blank[storage_of(outputs[0])] = id(outputs[0]), node
@@ -62,7 +64,10 @@ class Graph(Session):
                 self.nodes[node].severed = False
                 if not any(id(output) == blank for output in outputs):
                     given = [tensor for tensor in tensors if storage_of(tensor) != storage]
-                    self.nodes[node].inputs += [self._node_of[id(x)] for x in given if id(x) in self._node_of]
+                    sources = {self._node_of[id(x)] for x in given if id(x) in self._node_of}
+                    fresh = sorted(sources.difference(self.nodes[node].inputs))
+                    self.nodes[node].inputs += fresh
+                    self.filled |= {(node, source) for source in fresh}
 
     def _link_opaque(self, tensors: list[Tensor], outputs: list[Tensor]) -> None:
         self._to_opaque += [self._node_of[id(tensor)] for tensor in tensors if id(tensor) in self._node_of]
@@ -75,7 +80,8 @@ class Graph(Session):
         todo = [node for tensor, node in self._node_of.items() if self.made.get(tensor) == source]
         seen, found = set(todo), set[str]()
         while todo:
-            node = self.nodes[todo.pop()]
+            number = todo.pop()
+            node = self.nodes[number]
             if node.severed:
                 continue
             if node.is_input or node.opaque:
@@ -83,7 +89,7 @@ class Graph(Session):
             if node.layer is not None:
                 found.add(node.layer)
                 continue
-            fresh = [index for index in node.inputs if index not in seen]
+            fresh = [index for index in node.inputs if index not in seen and (number, index) not in self.filled]
             seen.update(fresh)
             todo += fresh
         return frozenset(found)

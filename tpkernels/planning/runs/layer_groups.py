@@ -92,12 +92,14 @@ def find_groups(
     convolutions: Set[str] = frozenset(),
     without: Edges = frozenset(),
     results: bool = False,
+    filled: bool = False,
 ) -> list[Group]:
     """All groups that could be cut, smallest first, and by order of calls; behind them those of which less is cut.
 
     ``convolutions``: those that count as layers, and may be columns and rows of one group; groups without one do not
     count.  ``without``: edges of the graph that give whole tensors, whatever is cut.  ``results``: whether groups may
-    give to what the model returns, as those with convolutions may.
+    give to what the model returns, as those with convolutions may.  ``filled``: what is written to views of a tensor
+    belongs with that (:attr:`Graph.filled`); it may be whole and written to parts, as well.
     """
     order = {event.layer: index for index, event in reversed(list(enumerate(recording.events))) if event.layer}
     if convolutions:
@@ -106,7 +108,7 @@ def find_groups(
     tables = {name for name, layer in layers.items() if layer.kind == "embedding"}
     groups: list[Group] = []
     fed: list[Group] = []
-    for one in components(recording, convolutions=convolutions, without=without, results=results):
+    for one in components(recording, convolutions=convolutions, without=without, results=results, filled=filled):
         first = _channel_ways(one, convolutions) if convolutions else _ways(one)
         less = () if convolutions or results else (
             *_fed_ways(one, tables), *_ways_beside(one, tables, layers), *_scattered_ways(one, layers)
@@ -138,8 +140,10 @@ def components(
     convolutions: Set[str] = frozenset(),
     without: Edges = frozenset(),
     results: bool = False,
+    filled: bool = False,
 ) -> list[Component]:
     """All layers that take something from others, with these; ``convolutions`` and the others as above."""
+    without = without if filled else without | recording.filled
     beside = {name: inputs for name, inputs in recording.convolution_inputs.items() if name in convolutions}
     taken = recording.layer_inputs | beside
     walks = {
