@@ -35,7 +35,7 @@ from tpkernels.planning.proofs.hypotheses import Attributes, Slice
 from tpkernels.planning.proofs.inner_blocks import find_inner_blocks
 from tpkernels.planning.proofs.own_products import told
 from tpkernels.planning.proofs.pair_choices import numbers_by_channel, pair_choices, refuse_by_hand, seen_elsewhere
-from tpkernels.planning.proofs.search_gathered import gathered_arguments
+from tpkernels.planning.proofs.search_gathered import gathered_arguments, summed_arguments
 from tpkernels.planning.proofs.tied_groups import tied_layers
 from tpkernels.planning.proofs.weights_in_parts import shown_in_another_shape
 from tpkernels.planning.proofs.why_alone import Neighbours
@@ -215,13 +215,16 @@ class _Planner:
         )
         strategy = "rules" if self.observation is None else "auto"
         statistics, (gathered, sent) = self.decision.statistics, gathered_arguments(self.decision.proven, firsts)
-        products, dims = told(self.decision.products)
+        (products, dims), (summed, met) = (
+            told(self.decision.products), summed_arguments(self.decision.proven, firsts),
+        )  # fmt: skip
         return replace(
             plan, by_weight=called_by_weight(seen, styles), strategy=strategy, statistics=statistics,
             statistic_bytes=bytes_of_statistics(firsts, statistics, self.world_size), draws_from=self._draws_from(),
             cut_results=self.decision.cut_results, result_bytes=self.decision.result_bytes,
             gathered=gathered, gathered_bytes=sent * (self.world_size - 1) // self.world_size,
             kept={".".join(filter(None, key)): cut for key, cut in self.decision.kept.items()},
+            summed_arguments=summed, summed_bytes=2 * met * (self.world_size - 1) // self.world_size,
             products=products, product_bytes=bytes_of_products(firsts, dims, self.world_size),
             states=self.states,
             state_bytes=sum(self.decision.state_bytes.values()) * (self.world_size - 1) // self.world_size,

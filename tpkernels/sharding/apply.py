@@ -40,6 +40,7 @@ from tpkernels.nn.retired import retires_parameters
 from tpkernels.nn.same_weights import compared
 from tpkernels.nn.sliced import check_slices, slice_parameters
 from tpkernels.nn.sliced_arguments import slice_arguments
+from tpkernels.nn.summed_arguments import sum_argument_gradients
 from tpkernels.nn.summed_output import sum_output_gradient
 from tpkernels.nn.torch_encoder import call_cut_layers
 from tpkernels.nn.whole_linear import WholeLinear
@@ -264,6 +265,8 @@ def parallelize(
             slice_arguments(modules[name], cuts, tp)
         for name, parts in plan.gathered_arguments.items():
             gather_arguments(modules[name], parts, tp)
+        for name, arguments in plan.arguments_to_sum.items():
+            sum_argument_gradients(modules[name], arguments, tp)
         call_by_weight(plan.by_weight, modules)
         take_over_parts(plan.statistics, modules, tp)
         multiplying = multiply_parts(plan.products, styles, modules, tp)

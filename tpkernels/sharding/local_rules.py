@@ -25,7 +25,7 @@ def _view(call: Call) -> set[Split]:
     """All cuts of the result that are the same elements as the cut that goes in."""
     split, before, after = call.cut(), call.whole[0], call.outputs[0]
     if tuple(before) == tuple(after):
-        return {split}
+        return {split, *_merged_alike(split, before)}
     if split.copied:
         return {through_view(split, before, after, 1)}
     if before[split.dim] == 0:  # the end of a sequence, of which this rank has nothing: sizes tell no runs apart
@@ -53,6 +53,14 @@ def _view(call: Call) -> set[Split]:
         return {Split(places[ones.index(split.dim)], (1,))}
     merged = _same_runs(runs, run, after, range(len(after)), len(after)) if len(places) < len(ones) else set()
     return {Split(dim, (1,)) for dim in places} | {cut for cut in merged if not places or len(cut.segments) == 1}
+
+
+def _merged_alike(split: Split, shape: Sequence[int]) -> set[Split]:
+    """Of a view of the same sizes: each image's one head of this rank may be merged into the dimension behind, where
+    the whole model turns ``[batch * heads, features, length]`` to ``[batch, heads * features, length]``."""
+    behind = split.dim + 1
+    single = set(split.segments) == {1} and not split.copied and behind < len(shape)
+    return {Split(behind, (shape[behind],))} if single else set()
 
 
 def _same_runs(runs: int, run: int, after: Sequence[int], dims: range, last: int) -> set[Split]:

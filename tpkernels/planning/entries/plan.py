@@ -52,6 +52,8 @@ _NEW_IN: dict[int, dict[str, Any]] = {
         "result_bytes": 0,
         "gathered": {},
         "gathered_bytes": 0,
+        "summed_arguments": [],
+        "summed_bytes": 0,
         "kept": {},
         "products": {},
         "product_bytes": 0,
@@ -172,6 +174,11 @@ class ShardingPlan:
     features, and the unit that ranks have multiples of."""
     gathered_bytes: int = 0
     """Sent by one rank for these in a forward and a backward pass over the example."""
+    summed_arguments: tuple[str, ...] = ()
+    """Arguments of modules (``attention.reference_points``) that are whole and meet parts there: ranks sum their
+    gradients."""
+    summed_bytes: int = 0
+    """Sent by one rank for these in a backward pass over the example."""
     products: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Modules whose code multiplies by parameters that are cut (``torch.einsum("ibh,hnd->ibnd", x, self.q)``), and
     these: ranks sum the gradient of x, or the result, as with columns and rows."""
@@ -219,7 +226,7 @@ class ShardingPlan:
     def wire_bytes(self) -> int:
         """Bytes that one rank sends in a forward and a backward pass over the example, on average over the ranks."""
         beside = (self.residual_bytes or 0) + self.statistic_bytes + self.result_bytes + self.gathered_bytes
-        beside += self.product_bytes + self.state_bytes
+        beside += self.product_bytes + self.state_bytes + self.summed_bytes
         return beside + sum(entry.wire_bytes or 0 for entry in self.entries)
 
     @property
@@ -246,6 +253,15 @@ class ShardingPlan:
     def written_states(self) -> dict[str, dict[str, tuple[int, int]]]:
         """``states`` by module and name."""
         return _by_module(self.states)
+
+    @property
+    def arguments_to_sum(self) -> dict[str, list[str]]:
+        """``summed_arguments`` by module."""
+        found: dict[str, list[str]] = {}
+        for key in self.summed_arguments:
+            module, _, name = key.rpartition(".")
+            found.setdefault(module, []).append(name)
+        return found
 
     def validate(self, model: nn.Module) -> None:
         """Check that this plan is for ``model``: the same modules with parameters of the same shapes.
@@ -274,6 +290,7 @@ class ShardingPlan:
             *self.cut_arguments,
             *self.gathered_arguments,
             *self.written_states,
+            *(key.rpartition(".")[0] for key in self.summed_arguments),
             *(key.rpartition(".")[0] for key in self.kept),
             *self.whole_draws,
             *self.statistics,
@@ -344,6 +361,7 @@ _LISTS = (
     "unfused",
     "notes",
     "draws_from",
+    "summed_arguments",
 )
 
 
@@ -352,7 +370,7 @@ def _plan_from(body: dict[str, Any]) -> ShardingPlan:
     check_kinds("plan", body, world_size=is_count, sequence_parallel=is_flag, sequence_random=is_flag)
     check_kinds("plan", body, residual_bytes=is_count_or_none, strategy=_is_strategy)
     check_kinds("plan", body, statistic_bytes=is_count, result_bytes=is_count, gathered_bytes=is_count)
-    check_kinds("plan", body, product_bytes=is_count, state_bytes=is_count)
+    check_kinds("plan", body, product_bytes=is_count, state_bytes=is_count, summed_bytes=is_count)
     entries = []
     for item in body["entries"]:
         check_keys("entry", item, Entry)

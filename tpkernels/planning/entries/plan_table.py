@@ -151,6 +151,10 @@ def _totals(plan: ShardingPlan) -> list[str]:
     lines += [f"argument {line}" for line in _arguments(plan)]
     if plan.gathered:
         lines.append(f"gathered: {', '.join(_gathered(plan))}, which sends {_bytes(plan.gathered_bytes)}")
+    if plan.summed_arguments:
+        names = [name for name, _ in _pairs([(name, name) for name in plan.summed_arguments])]
+        sent = _bytes(plan.summed_bytes)
+        lines.append(f"gradients summed where whole tensors meet parts: of {', '.join(names)}, which sends {sent}")
     lines += [f"kept {line}" for line in _kept(plan)]
     lines += [f"called where {line}" for line in _by_weight(plan)]
     if plan.products:

@@ -25,7 +25,7 @@ from tpkernels.planning.proofs.own_products import decide_products
 from tpkernels.planning.proofs.random_draws import may_drop, random_pairs
 from tpkernels.planning.proofs.replay_checks import drawn_for_whole, half_partial
 from tpkernels.planning.proofs.search_again import SearchAgain
-from tpkernels.planning.proofs.search_gathered import prove_gathered
+from tpkernels.planning.proofs.search_gathered import prove_with_arguments
 from tpkernels.planning.proofs.search_leaving import prove_leaving
 from tpkernels.planning.proofs.search_states import recordings_beside
 from tpkernels.planning.proofs.tied_groups import Ties, shared_by_groups, unlike_twins
@@ -148,7 +148,7 @@ class _Decider:
         self.decision = Decision()
         self.whole_inputs, self.says_all, self.pairs = False, True, False
         self.gathers = False
-        """Whether modules may take all of what a column gives."""
+        """Whether modules may take all of what a column gives, and ranks sum the gradients of what modules take."""
         self.ties: Ties = {}
         self.asked: Collection[str] = ()
         self._widest: Mapping[Group, Proof] | None = None
@@ -170,7 +170,7 @@ class _Decider:
             waiting = self._prove_alone(recording)
             self._prove_together(waiting)
             if self.gathers:
-                self._prove_gathered()
+                self._prove_with_arguments()
                 self._prove_leaving()
         self.shadow.set_mode(self.observation.mode)
         self._prove_whole()
@@ -265,9 +265,9 @@ class _Decider:
         del self.decision.proven[others[0]]
         self.decision.proven[joined], self.scopes[joined] = proof, scope
 
-    def _prove_gathered(self) -> None:
-        """Prove groups of the layers that are left, one of which gives to a module besides that takes all of that."""
-        found = prove_gathered(self.search, self._used(), {*self.excluded, *self.ties}, self._contradicts)
+    def _prove_with_arguments(self) -> None:
+        """Prove groups of the layers that are left, with arguments that are gathered, or whose gradients are summed."""
+        found = prove_with_arguments(self.search, self._used(), {*self.excluded, *self.ties}, self._contradicts)
         self._add(found)
 
     def _prove_leaving(self) -> None:

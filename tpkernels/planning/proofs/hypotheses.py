@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from tpkernels.planning.modules.numbers import config_numbers
-from tpkernels.planning.replays.roles import Role, both_roles
+from tpkernels.planning.replays.roles import SUMMED, Role, both_roles
 from tpkernels.planning.runs.events import Shape
 from tpkernels.planning.runs.layer_groups import Group
 from tpkernels.planning.runs.session import Scope
@@ -197,6 +197,8 @@ class Hypotheses:
                 found[f"{module}:{name}"] = Role(kind, (size,), number, pieces, dim)
         for module, name, layer in group.gathered:
             found[f"{module}:{name}"] = replace(found[layer], kind="gathered")
+        for module, name in group.summed_arguments:
+            found[f"{module}{SUMMED}{name}"] = Role("summed", (), number, pieces)
         return found
 
     def layouts(self, group: Group, scope: Scope) -> Iterator[tuple[dict[str, tuple[int, ...]], bool]]:

@@ -25,7 +25,7 @@ def join(first: Group, one: Proof, second: Group, other: Proof) -> tuple[Group, 
         _both(first.columns, second.columns), _both(first.rows, second.rows), first.random or second.random,
         _both(first.feeders, second.feeders), _both(first.summed, second.summed), _both(first.tables, second.tables),
         _both(first.scattered, second.scattered), _both(first.results, second.results),
-        _both(first.gathered, second.gathered),
+        _both(first.gathered, second.gathered), _both(first.summed_arguments, second.summed_arguments),
     )  # fmt: skip
     proof = replace(
         one,

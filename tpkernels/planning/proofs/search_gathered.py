@@ -1,7 +1,8 @@
-"""Proofs of groups whose columns give to modules besides, which take all of that (``Group.gathered``).
+"""Proofs of groups with arguments of modules: those that take all of what a column gives besides (``Group.gathered``),
+and those that are whole and meet parts (``Group.summed_arguments``).
 
-It owns what such a group has of its own: the roles of the arguments that are gathered, the module around all of it, and
-which layouts are not tried.  Key-value heads are not copied there: what is gathered would be more than the model's.
+It owns what such a group has of its own: the module around all of it, and which layouts are not tried.  Key-value heads
+are not copied there: what is gathered would be more than the model's.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 from tpkernels.planning.proofs.hypotheses import Proof
 from tpkernels.planning.proofs.search import Search
+from tpkernels.planning.runs.argument_groups import find_argument_groups
 from tpkernels.planning.runs.gathered_groups import find_gathered_groups
 from tpkernels.planning.runs.layer_groups import Group
 from tpkernels.planning.runs.row_counts import bytes_given
@@ -18,7 +20,7 @@ from tpkernels.planning.runs.session import Scope
 from tpkernels.planning.runs.trace import Recording
 from tpkernels.planning.splits import Unproven
 
-__all__ = ["SearchGathered", "gathered_arguments", "prove_gathered"]
+__all__ = ["SearchGathered", "gathered_arguments", "prove_with_arguments", "summed_arguments"]
 
 
 class SearchGathered(Search):
@@ -26,31 +28,36 @@ class SearchGathered(Search):
 
     def _around(self, group: Group, others: Sequence[str]) -> list[str]:
         around = [module.rpartition(".")[0] for module, _, _ in group.gathered]
-        return super()._around(group, [*others, *around])
+        return super()._around(group, [*others, *around, *(module for module, _ in group.summed_arguments)])
 
     def signature(self, group: Group, scope: Scope) -> tuple[Any, ...]:
         cut = len(scope.name) + 1 if scope.name else 0
-        gathered = tuple((module[cut:], argument) for module, argument, _ in group.gathered)
-        return (*super().signature(group, scope), gathered)
+        met = ((module, argument) for module, argument, _ in group.gathered)
+        arguments = tuple((module[cut:], argument) for module, argument in (*met, *group.summed_arguments))
+        return (*super().signature(group, scope), bool(group.gathered), arguments)
 
     def _with_copies(self, group: Group, scope: Scope, heads: int, total: int) -> Proof | None:
-        return None if group.gathered else super()._with_copies(group, scope, heads, total)
+        return None if _has_arguments(group) else super()._with_copies(group, scope, heads, total)
 
     def _shared(self, group: Group, scope: Scope) -> Proof | None:
-        return None if group.gathered else super()._shared(group, scope)
+        return None if _has_arguments(group) else super()._shared(group, scope)
 
 
-def prove_gathered(
+def _has_arguments(group: Group) -> bool:
+    return bool(group.gathered or group.summed_arguments)
+
+
+def prove_with_arguments(
     search: SearchGathered, used: Container[str], barred: Container[str], contradicts: Callable[[Group], bool]
 ) -> dict[Group, Proof]:
     """Groups of layers that are neither ``used`` nor ``barred``, and proven within the modules around them.
 
-    What cannot be proven is gathered layer by layer, for the reason that it is without a module that takes all.
+    What cannot be proven is gathered layer by layer, for the reason that it is without such arguments.
     """
     found: dict[Group, Proof] = {}
     known: dict[Any, tuple[Group, Scope, Proof] | None] = {}
     taken = set[str]()
-    for group in find_gathered_groups(search.recording):
+    for group in (*find_gathered_groups(search.recording), *find_argument_groups(search.recording, used)):
         free = not any(name in taken or name in used or name in barred for name in group.layers)
         if not free or contradicts(group) or not search.is_called(group):
             continue
@@ -79,3 +86,10 @@ def gathered_arguments(
             (features,) = proof.segments[layer]
             found[f"{module}.{argument}" if module else argument] = features, proof.unit(features)
     return found, bytes_given(recordings, found)
+
+
+def summed_arguments(proven: Mapping[Group, Proof], recordings: Sequence[Recording]) -> tuple[tuple[str, ...], int]:
+    """By module and name, those whose gradients are summed; and how many bytes they have in these recordings."""
+    every = (argument for group in proven for argument in group.summed_arguments)
+    names = tuple(dict.fromkeys(".".join(filter(None, one)) for one in every))
+    return names, bytes_given(recordings, names, trained=True)

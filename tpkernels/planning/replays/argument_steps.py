@@ -34,12 +34,12 @@ class ArgumentSteps(StateSteps):
     def given(self, name: str, args: Any, kwargs: Any) -> Any:
         """The call with this rank's part of the arguments that are cut, with all of those that are gathered, and with
         this rank's width of others."""
-        if not any(name in some for some in (self._arguments, self._gathered, self._widths, self._stated)):
+        if not any(name in some for some in (self._arguments, self._gathered, self._met, self._widths, self._stated)):
             return None
         module = self.shadow.modules[name]
         taken = named_arguments(module, args, kwargs)
-        values = self.shown_to(name, taken) | self.gathered_for(name, taken) | self.states_for(name, taken)
-        values |= self._parts_for(name, taken)
+        values = self.shown_to(name, taken) | self.gathered_for(name, taken) | self.summed_for(name, taken)
+        values |= self.states_for(name, taken) | self._parts_for(name, taken)
         if not values:
             return None
         args, kwargs = with_arguments(module, args, kwargs, values)

@@ -1,8 +1,8 @@
 """Steps of a replay before which ranks gather an argument of a module, which is called with their parts of it.
 
-It owns :class:`GatherSteps`, between the steps that show a width and those with states.  What is gathered is whole, so
-that the module's code goes on as in the whole model; whatever meets a part with it is refused, as for any other whole
-activation.  Its gradient is then whole on every rank, and that of the part is a slice of it
+It owns :class:`GatherSteps`, between the steps that show a width and those that sum gradients.  What is gathered is
+whole, so that the module's code goes on as in the whole model; whatever meets a part with it is refused, as for any
+other whole activation.  Its gradient is then whole on every rank, and that of the part is a slice of it
 (:mod:`tpkernels.nn.gathered_arguments`).
 """
 

@@ -7,7 +7,10 @@ from dataclasses import dataclass, replace
 
 from tpkernels.planning.splits import Split, share
 
-__all__ = ["Role", "both_roles", "unlike_ranks"]
+__all__ = ["SUMMED", "Role", "both_roles", "unlike_ranks"]
+
+SUMMED = ":summed:"
+"""Between a module and its argument, in the name of a "summed" role: the argument may have another role as well."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,7 @@ class Role:
     A "product" is one by which code multiplies, as a column's or a row's weight.
     An "argument" (``module:name``) is one of a call of a module that takes its part of each run of so many heads.
     So has one that is "gathered", whose module takes all of what a column gives, and a "state", which it writes to.
+    One that is "summed" is whole and meets parts in its module, and ranks sum its gradient.
     A "table" is whole, and its rows meet parts.
     ``group`` is blamed where the cut cannot be proven; ``pieces`` as for :class:`Split`.
     """

@@ -19,6 +19,7 @@ from tpkernels.planning.replays.gate_rules import glu
 from tpkernels.planning.replays.memory_rules import as_strided
 from tpkernels.planning.replays.op_call import Answer, Call, pointwise
 from tpkernels.planning.replays.picking_rules import gather, indexed, put, rows
+from tpkernels.planning.replays.sampling_rules import grid_sample
 from tpkernels.planning.splits import Split, Unproven, through_view
 
 __all__ = ["RULES", "Call", "pointwise"]
@@ -413,6 +414,7 @@ _AROUND: dict[str, Callable[[Call], Answer]] = {
     "_prelu_kernel": _copy, "mm": _mm, "addmm": _addmm, "bmm": _bmm, "baddbmm": _baddbmm, "constant_pad_nd": _pad,
     **{name: _space(dims) for dims, names in _SPACE.items() for name in names},
     "convolution": _convolution, "linalg_solve_triangular": _solved,
+    "grid_sampler_2d": grid_sample, "grid_sampler_3d": grid_sample,
     "native_dropout": lambda call: [call.cut(), call.cut()],
     "log_sigmoid_forward": _with_buffer,
     "_scaled_dot_product_flash_attention_for_cpu": _attention, "_scaled_dot_product_flash_attention": _attention,

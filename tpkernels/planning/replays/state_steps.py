@@ -1,6 +1,6 @@
 """Steps of a replay with states that a module is given whole, and of which it reads and writes parts.
 
-It owns :class:`StateSteps`, between the steps that gather arguments and those that take a part of others.  The module's
+It owns :class:`StateSteps`, between the steps that sum gradients and those that take a part of arguments.  The module's
 code finds its part of a state, whose gradient is gathered; where it writes a part to that, by an index, ranks gather
 what they write for the whole state (:mod:`tpkernels.nn.written_states`).  Any other write to either of them is refused,
 and so is a change of the list that holds it.  Behind the module the state is whole, as the whole model's is.
@@ -17,8 +17,8 @@ from torch import Tensor
 from tpkernels.nn.sliced_arguments import named_arguments
 from tpkernels.nn.written_states import items_changed, place_written, states_back
 from tpkernels.ops.checks import DTYPES
-from tpkernels.planning.replays.gather_steps import GatherSteps
 from tpkernels.planning.replays.roles import Role
+from tpkernels.planning.replays.summed_steps import SummedSteps
 from tpkernels.planning.runs.tensors import storage_of, written_by
 from tpkernels.planning.splits import Unproven, degrees, how
 
@@ -46,7 +46,7 @@ class _Call:
     before: dict[str, int]
 
 
-class StateSteps(GatherSteps):
+class StateSteps(SummedSteps):
     """A run next to a recording, of one rank."""
 
     def __init__(self, *args: Any) -> None:

@@ -46,6 +46,8 @@ class Group:
     """What the model returns of it, which is gathered: numbers of :attr:`Recording.returned`."""
     gathered: tuple[tuple[str, str, str], ...] = ()
     """Modules that take all of what a column gives: the module, its argument, and the column."""
+    summed_arguments: tuple[tuple[str, str], ...] = ()
+    """Arguments that are whole and meet parts within their modules, where their gradients are summed: module, name."""
     multiplied: tuple[str, ...] = ()
     """In place of columns: parameters of one module, by whose parts its code multiplies;"""
     summing: tuple[str, ...] = ()

@@ -122,9 +122,9 @@ def bytes_of_products(recordings: Sequence[Recording], dims: Mapping[str, int], 
     return sum(found.values())
 
 
-def bytes_given(recordings: Sequence[Recording], arguments: Container[str]) -> int:
+def bytes_given(recordings: Sequence[Recording], arguments: Container[str], *, trained: bool = False) -> int:
     """Of arguments of modules, by module and name, over all calls; of several examples the first that calls a module
-    counts."""
+    counts.  ``trained``: of those alone whose gradient somebody wants."""
     found: dict[str, int] = {}
     for recording in reversed(recordings):
         one: dict[str, int] = {}
@@ -132,7 +132,7 @@ def bytes_given(recordings: Sequence[Recording], arguments: Container[str]) -> i
             given = named_arguments(recording.shadow.modules[scope.name], scope.args, scope.kwargs)
             for name, x in given.items():
                 key = f"{scope.name}.{name}" if scope.name else name
-                if key in arguments and isinstance(x, Tensor):
+                if key in arguments and isinstance(x, Tensor) and (not trained or x in recording.requiring):
                     one[key] = one.get(key, 0) + x.numel() * x.element_size()
         found |= one
     return sum(found.values())
