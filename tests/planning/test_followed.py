@@ -307,14 +307,16 @@ class Before(nn.Module):
         return y
 
 
-@pytest.mark.parametrize(("how", "cut"), [
+@pytest.mark.parametrize(("how", "compared"), [
     (lambda first: (first.new_zeros(first.shape, dtype=torch.long) < 1).float().log(), True),
     (lambda first: (first > 0).float().log(), True),
     (lambda first: first, False),
 ], ids=["shape", "comparison", "itself"])  # fmt: skip
-def test_a_mask_that_is_compared_of_a_layer_before_does_not_join_that_to_the_heads(how: Any, cut: bool) -> None:
+def test_a_mask_of_a_layer_before_does_not_join_that_to_the_heads(how: Any, compared: bool) -> None:
+    """One that is compared has no gradient; that of any other is summed where the attention is called with it."""
     plan = tpk.make_plan(Before(how), 2, example_inputs=torch.zeros(2, 3, 4 * WIDTH))
-    assert plan["attention.out"].style == (Row() if cut else Column(gather_output=True)), plan["attention.out"].reason
+    assert plan["attention.out"].style == Row(), plan["attention.out"].reason
+    assert plan.summed_arguments == (() if compared else ("attention.mask",))
     assert plan["first"].style == Column(gather_output=True)
 
 
