@@ -291,7 +291,6 @@ PLANNER = (
         "all_reduce(own, mesh)",
         f"{STATISTICS} -k values",
     ),
-    Edit("nn/summed_arguments.py", "copy_to_group(value, mesh) if trained", "value if trained", f"{SUMMED} -k values"),
     Edit(
         "planning/replays/summed_steps.py",
         "            self._summed.add(id(copy))\n",
@@ -303,12 +302,6 @@ PLANNER = (
         "image is None or image.dim != 0 or grid != image",
         "image is None",
         f"{SUMMED} -k sampled_at",
-    ),
-    Edit(
-        "sharding/local_rules.py",
-        "single = set(split.segments) == {1}",
-        "single = False",
-        f"{SUMMED} -k values",
     ),
     Edit("nn/gathered_arguments.py", "replicated_grad=True", "replicated_grad=False", f"{GATHERED} -k values_and"),
     Edit(
