@@ -20,6 +20,10 @@ def fitted(whole: Tensor, like: Tensor) -> Tensor:
     return whole.repeat(1, 1, times)[..., :size]
 
 
+def _sampled(image: Tensor, places: Tensor) -> Tensor:
+    return F.grid_sample(image, places, align_corners=False)
+
+
 class StraightThrough(torch.autograd.Function):
     """Rounds, and lets the gradient pass, tripled."""
 
@@ -273,6 +277,8 @@ TRAPS: dict[str, Any] = {
     "first_feature_by_its_place": lambda x, w: x.contiguous().as_strided(x.shape, (*x.contiguous().stride()[:2], 0)),
     "counts_of_the_largest": lambda x, w: x * (1 + torch.bincount(x.argmax(-1).flatten(), minlength=9)[:1]),
     "unfolded_features": lambda x, w: x + x.unfold(-1, 2, 64).sum(-1)[..., :1],  # one window, of rank 0
+    "sampled_features": lambda x, w: _sampled(x[:, None], torch.stack([x.sin(), x.cos()], -1))[:, 0],
+    "sampled_in_space": lambda x, w: _sampled(x[:, None, None], torch.stack([x.sin()] * 3, -1)[:, None])[:, 0, 0],
     "padded_features": lambda x, w: F.pad(x, (1, 0))[..., :-1] + x,
     "shifted_features": lambda x, w: F.pad(x, (1, -1)),
     "repeated_features": lambda x, w: x.repeat_interleave(2, -1)[..., : x.shape[-1]],

@@ -8,7 +8,7 @@ from tests.mutations.convolution_edits import CONVOLUTIONS
 from tests.mutations.edit import Edit
 from tests.mutations.fp8_edits import FP8
 from tests.mutations.planner_edits import PLANNER
-from tests.mutations.product_edits import OWN_PRODUCTS, RETURNED
+from tests.mutations.product_edits import ARGUMENTS, OWN_PRODUCTS, RETURNED
 from tests.mutations.same_bits_edits import SAME_BITS
 from tests.mutations.trainer_edits import TRAINERS
 from tests.mutations.window_edits import WINDOWS
@@ -433,5 +433,6 @@ EDITS = (
     *TRAINERS,
     *OWN_PRODUCTS,
     *RETURNED,
+    *ARGUMENTS,
     *WINDOWS,
 )

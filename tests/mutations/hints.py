@@ -41,7 +41,7 @@ RULES = {
     "constant_pad_nd": "padded_features shifted_features",
     "convolution": "convolved_channels convolved_over_features",
     "max_pool2d_with_indices": "largest_of_neighbours", "avg_pool2d": "mean_of_neighbours",
-    "glu": "glu",
+    "glu": "glu", "grid_sampler_2d": "sampled_features", "grid_sampler_3d": "sampled_in_space",
     "linalg_solve_triangular": "solved_in_a_head solved_over_rows", "view_as_real": "rotary_complex complex_sum",
     "baddbmm": "attends_by_part_and_bias", "_scaled_dot_product_flash_attention_for_cpu": "heads_attend_by_kernel",
 }  # fmt: skip

@@ -24,7 +24,6 @@ PICKING = "planning/replays/picking_rules.py"
 STATISTICS = "tests/planning/test_part_statistics.py"
 JOINED = "tests/planning/test_joined_groups.py"
 GATHERED = "tests/planning/test_gathered_arguments.py"
-SUMMED = "tests/planning/test_summed_arguments.py"
 RESPONSE = "tests/planning/test_response_norm.py"
 KEPT = "tests/planning/test_kept_parts.py"
 APART = "tests/planning/test_heads_apart.py -m cpu"
@@ -290,18 +289,6 @@ PLANNER = (
         "copy_to_group(all_reduce(own, mesh), mesh)",
         "all_reduce(own, mesh)",
         f"{STATISTICS} -k values",
-    ),
-    Edit(
-        "planning/replays/summed_steps.py",
-        "            self._summed.add(id(copy))\n",
-        "            self._mark(copy, None, self.blame)\n",
-        f"{SUMMED} -k cut_by_heads",
-    ),
-    Edit(
-        "planning/replays/sampling_rules.py",
-        "image is None or image.dim != 0 or grid != image",
-        "image is None",
-        f"{SUMMED} -k sampled_at",
     ),
     Edit("nn/gathered_arguments.py", "replicated_grad=True", "replicated_grad=False", f"{GATHERED} -k values_and"),
     Edit(

@@ -1,10 +1,10 @@
-"""Seeded faults of products with parameters, of states and of results that are cut, as edits of one line."""
+"""Seeded faults of products with parameters, and of states, results and arguments, as edits of one line."""
 
 from __future__ import annotations
 
 from tests.mutations.edit import Edit
 
-__all__ = ["OWN_PRODUCTS", "RETURNED"]
+__all__ = ["ARGUMENTS", "OWN_PRODUCTS", "RETURNED"]
 
 PRODUCTS = "tests/planning/test_own_products.py"
 STATES = "tests/planning/test_written_states.py"
@@ -58,4 +58,23 @@ RETURNED = (
         "enumerate(pairs) if one.results)",
         f"{WEIGHTS} -k heads_are",
     ),
+)
+
+SUMMED = "tests/planning/test_summed_arguments.py"
+
+ARGUMENTS = (
+    Edit(
+        "planning/replays/summed_steps.py",
+        "            self._summed.add(id(copy))\n",
+        "            self._mark(copy, None, self.blame)\n",
+        f"{SUMMED} -k cut_by_heads",
+    ),
+    Edit(
+        "planning/replays/sampling_rules.py",
+        "image is None or image.dim != 0 or grid != image",
+        "image is None",
+        f"{SUMMED} -k sampled_at",
+    ),
+    Edit("nn/summed_arguments.py", "copy_to_group(value, mesh) if trained", "value if trained", f"{SUMMED} -k values"),
+    Edit("sharding/local_rules.py", "single = set(split.segments) == {1}", "single = False", f"{SUMMED} -k values"),
 )
