@@ -213,21 +213,20 @@ class _Planner:
             notes=(*self._notes(), *stream.notes),
             example="" if self.observation is None else self.observation.told(self.model),
         )
-        strategy = "rules" if self.observation is None else "auto"
-        statistics, (gathered, sent) = self.decision.statistics, gathered_arguments(self.decision.proven, firsts)
-        (products, dims), (summed, met) = (
-            told(self.decision.products), summed_arguments(self.decision.proven, firsts),
-        )  # fmt: skip
+        decided, others = self.decision, self.world_size - 1
+        gathered, sent = gathered_arguments(decided.proven, firsts)
+        summed, met = summed_arguments(decided.proven, firsts)
+        products, dims = told(decided.products)
         return replace(
-            plan, by_weight=called_by_weight(seen, styles), strategy=strategy, statistics=statistics,
-            statistic_bytes=bytes_of_statistics(firsts, statistics, self.world_size), draws_from=self._draws_from(),
-            cut_results=self.decision.cut_results, result_bytes=self.decision.result_bytes,
-            gathered=gathered, gathered_bytes=sent * (self.world_size - 1) // self.world_size,
-            kept={".".join(filter(None, key)): cut for key, cut in self.decision.kept.items()},
-            summed_arguments=summed, summed_bytes=2 * met * (self.world_size - 1) // self.world_size,
+            plan, by_weight=called_by_weight(seen, styles), strategy="rules" if self.observation is None else "auto",
+            statistics=decided.statistics, draws_from=self._draws_from(),
+            statistic_bytes=bytes_of_statistics(firsts, decided.statistics, self.world_size),
+            cut_results=decided.cut_results, result_bytes=decided.result_bytes,
+            gathered=gathered, gathered_bytes=sent * others // self.world_size,
+            kept={".".join(filter(None, key)): cut for key, cut in decided.kept.items()},
+            summed_arguments=summed, summed_bytes=2 * met * others // self.world_size,
             products=products, product_bytes=bytes_of_products(firsts, dims, self.world_size),
-            states=self.states,
-            state_bytes=sum(self.decision.state_bytes.values()) * (self.world_size - 1) // self.world_size,
+            states=self.states, state_bytes=sum(decided.state_bytes.values()) * others // self.world_size,
         )  # fmt: skip
 
     def _draws_from(self) -> tuple[str, ...]:
