@@ -219,10 +219,9 @@ class _Planner:
         products, dims = told(decided.products)
         return replace(
             plan, by_weight=called_by_weight(seen, styles), strategy="rules" if self.observation is None else "auto",
-            statistics=decided.statistics, draws_from=self._draws_from(),
             statistic_bytes=bytes_of_statistics(firsts, decided.statistics, self.world_size),
-            cut_results=decided.cut_results, result_bytes=decided.result_bytes,
-            gathered=gathered, gathered_bytes=sent * others // self.world_size,
+            cut_results=decided.cut_results, result_bytes=decided.result_bytes, gathered=gathered,
+            gathered_bytes=sent * others // self.world_size, statistics=decided.statistics, draws_from=self._draws_from(),
             kept={".".join(filter(None, key)): cut for key, cut in decided.kept.items()},
             summed_arguments=summed, summed_bytes=2 * met * others // self.world_size,
             products=products, product_bytes=bytes_of_products(firsts, dims, self.world_size),
