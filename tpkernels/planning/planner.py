@@ -213,19 +213,19 @@ class _Planner:
             notes=(*self._notes(), *stream.notes),
             example="" if self.observation is None else self.observation.told(self.model),
         )
-        decided, others = self.decision, self.world_size - 1
+        decided, world = self.decision, self.world_size
         gathered, sent = gathered_arguments(decided.proven, firsts)
         summed, met = summed_arguments(decided.proven, firsts)
         products, dims = told(decided.products)
         return replace(
             plan, by_weight=called_by_weight(seen, styles), strategy="rules" if self.observation is None else "auto",
-            statistic_bytes=bytes_of_statistics(firsts, decided.statistics, self.world_size),
+            statistic_bytes=bytes_of_statistics(firsts, decided.statistics, world),
             cut_results=decided.cut_results, result_bytes=decided.result_bytes, gathered=gathered,
-            gathered_bytes=sent * others // self.world_size, statistics=decided.statistics, draws_from=self._draws_from(),
+            gathered_bytes=sent * (world - 1) // world, statistics=decided.statistics, draws_from=self._draws_from(),
             kept={".".join(filter(None, key)): cut for key, cut in decided.kept.items()},
-            summed_arguments=summed, summed_bytes=2 * met * others // self.world_size,
-            products=products, product_bytes=bytes_of_products(firsts, dims, self.world_size),
-            states=self.states, state_bytes=sum(decided.state_bytes.values()) * others // self.world_size,
+            summed_arguments=summed, summed_bytes=2 * met * (world - 1) // world,
+            products=products, product_bytes=bytes_of_products(firsts, dims, world),
+            states=self.states, state_bytes=sum(decided.state_bytes.values()) * (world - 1) // world,
         )  # fmt: skip
 
     def _draws_from(self) -> tuple[str, ...]:
