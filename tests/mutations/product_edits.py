@@ -76,5 +76,10 @@ ARGUMENTS = (
         f"{SUMMED} -k sampled_at",
     ),
     Edit("nn/summed_arguments.py", "copy_to_group(value, mesh) if trained", "value if trained", f"{SUMMED} -k values"),
-    Edit("sharding/local_rules.py", "single = set(split.segments) == {1}", "single = False", f"{SUMMED} -k values"),
+    Edit(
+        "sharding/local_rules.py",
+        "single = set(split.segments) == {1} and",
+        "single = False and",
+        f"{SUMMED} -k values",
+    ),
 )

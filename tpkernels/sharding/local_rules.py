@@ -58,9 +58,8 @@ def _view(call: Call) -> set[Split]:
 def _merged_alike(split: Split, shape: Sequence[int]) -> set[Split]:
     """Of a view of the same sizes: each image's one head of this rank may be merged into the dimension behind, where
     the whole model turns ``[batch * heads, features, length]`` to ``[batch, heads * features, length]``."""
-    behind = split.dim + 1
-    single = set(split.segments) == {1} and not split.copied and behind < len(shape)
-    return {Split(behind, (shape[behind],))} if single else set()
+    single = set(split.segments) == {1} and split.dim == 0 and not split.copied and len(shape) > 1
+    return {Split(1, (shape[1],))} if single else set()
 
 
 def _same_runs(runs: int, run: int, after: Sequence[int], dims: range, last: int) -> set[Split]:
