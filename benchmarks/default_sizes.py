@@ -54,6 +54,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     # As many heads of keys as of queries, and features of a head that make up those of the model: other defaults' rule.
     "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 48},
+    # The channels of the head have no default: those of the first Sapiens for poses.
+    "sapiens2": {"head_config": {"upsample_out_channels": [768, 768], "conv_out_channels": [768, 768]}},
     # Dropout has no default here.
     "t5gemma2_encoder": {"text_config.dropout_rate": 0.0},
     # The vocabulary has no default: that of the base model of the first wav2vec 2.

@@ -152,7 +152,23 @@ def examine(name: str, world: int) -> dict[str, Any]:
                 row["without inputs"] = [found["cut"], found["pairs"], found["traced"]]
             if not best or found["pairs"] > best["pairs"] + 0.005:
                 best = found
+    if best and not best["traced"] and (why := why_not_run(model, name)):
+        return {key: row[key] for key in ("name", "world")} | {"status": "run", "why": why}
     return row | best
+
+
+def why_not_run(model: nn.Module, name: str) -> str:
+    """Why no call of the unsharded model runs; empty if one does."""
+    why = "there is nothing to call it with"
+    for _, arguments in calls(name, model):
+        try:
+            with computing(torch.float32), torch.no_grad():
+                model(**arguments)
+        except Exception as error:  # noqa: BLE001 - a model can raise anything
+            why = f"{type(error).__name__}: {str(error)[:120]}"
+        else:
+            return ""
+    return why
 
 
 def read(path: Path) -> dict[str, dict[str, Any]]:
