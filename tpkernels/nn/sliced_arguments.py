@@ -26,13 +26,16 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 
 def _names(module: nn.Module) -> list[str]:
-    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    forward = getattr(type(module), "forward", None)
+    if forward is None:  # a layer of Keras
+        return []
+    parameters = list(inspect.signature(forward).parameters.values())[1:]
     return [parameter.name for parameter in parameters if parameter.kind in _POSITIONAL]
 
 
 def named_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a call by name, and what stands in tuples and lists among them; further positional ones have
-    no names."""
+    no names, nor have those of a module without ``forward``."""
     named = dict(zip(_names(module), args, strict=False)) | dict(kwargs)
     return named | {f"{name}[{place}]": item for name, one in named.items() for place, item in enumerate(_items(one))}
 
