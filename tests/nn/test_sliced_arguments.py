@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.nn.reference import LIMIT_S, tp_mesh
-from tpkernels.nn.sliced_arguments import slice_arguments
+from tpkernels.nn.sliced_arguments import named_arguments, slice_arguments
 from tpkernels.partition import chunk_sizes, offsets
 from tpkernels.testing.spawn import Pools
 
@@ -50,3 +50,10 @@ def taken() -> list[str]:
 @pytest.mark.gloo
 def test_a_module_is_given_its_heads(ranks: Pools) -> None:
     assert ranks(2).run(taken, timeout=LIMIT_S) == [[], []]
+
+
+@pytest.mark.cpu
+def test_a_module_without_forward_has_names_for_keywords_alone() -> None:
+    """Layers of Keras are called through another method."""
+    module: Any = object()
+    assert named_arguments(module, ([1],), {"x": (2,)}) == {"x": (2,), "x[0]": 2}
