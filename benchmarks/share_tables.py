@@ -41,6 +41,11 @@ def cause(row: dict[str, Any]) -> str:
     return sizes.most_common(1)[0][0] if sizes else "other"
 
 
+def _left_out(content: dict[str, Any]) -> list[str]:
+    names = content.get("left out", [])
+    return [f"Not planned in the time that the run had: {', '.join(names)}.", ""] if names else []
+
+
 def section(path: Path, content: dict[str, Any]) -> list[str]:
     rows = [row for row in content["results"] if "cut" in row]
     short = [row for row in rows if falls_short(row)]
@@ -62,6 +67,7 @@ def section(path: Path, content: dict[str, Any]) -> list[str]:
         "the bytes of the default configuration, and the body is everything but tables, output heads and modules that "
         "no code calls. Models are planned without inputs, and with example inputs where those show more.",
         "",
+        *_left_out(content),
         "| what is mostly not in pairs | architectures |",
         "|---|---:|",
         *(f"| {name} | {count} |" for name, count in Counter(map(cause, short)).most_common()),
