@@ -5,12 +5,12 @@
 Every architecture is built small (tests/models/architectures/) and planned for ``--world`` ranks, without inputs and,
 where those show more, with example inputs.  What a plan says of a parameter counts with the parameter's bytes in the
 default configuration, which is built on the meta device (benchmarks/default_sizes.py): convolutions and tables of a
-small model are larger than they are in a real one.  A row without such sizes says so, and is counted apart.  Models without
-``forward``, and those of which no call runs, do not count.  The body
-is everything but output heads, tables, and modules that no code calls (benchmarks/never_called.py).  Tables are
-``nn.Embedding``, and parameters whose rows are looked up and added, which a run tells (benchmarks/looked_up.py).  "In
-pairs" are columns and rows, linear layers or convolutions, that the data flow proves, what stands between them, heads
-and experts: one sum serves a pair, where a layer by itself is gathered.
+small model are larger than they are in a real one.  A row without such sizes says so, and is counted apart.  Models
+without ``forward``, and those of which no call runs, do not count.  The body is all but output heads, tables, and
+modules that no code calls (benchmarks/never_called.py).  Tables are ``nn.Embedding``, and parameters whose rows are
+looked up and added, which a run tells (benchmarks/looked_up.py).  "In pairs" are columns and rows, linear layers or
+convolutions, that the data flow proves, what stands between them, heads and experts: one sum serves a pair, where a
+layer by itself is gathered.
 """
 
 from __future__ import annotations
