@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import tpkernels as tpk
 from tests.nn.reference import LIMIT_S, tp_mesh
 from tests.planning.by_value import problems
+from tests.planning.test_followed import Before
 from tpkernels.errors import UnprovenCallWarning
 from tpkernels.planning.replays.op_call import Call
 from tpkernels.planning.replays.sampling_rules import grid_sample
@@ -170,6 +171,10 @@ def by_value() -> list[str]:
         for how in ("", "detached"):
             wrong += problems(f"places {how}", Model(how, 4 if tp_mesh().size() == 2 else 3), X.clone(), "blocks.1.out")
         wrong += problems("twice", Twice(), X.clone(), "inner.down")
+        if tp_mesh().size() == 2:  # of its 4 heads
+            masked = Before(lambda first: first)
+            x = torch.linspace(-1, 1, 6 * masked.first.in_features, dtype=torch.float64).view(2, 3, -1)
+            wrong += problems("mask", masked, x, "attention.out")
     model = Model().eval()
     plain = model(X.float())
     plan = tpk.make_plan(model, tp_mesh(), example_inputs=X.float())
