@@ -82,6 +82,19 @@ class Event:
         sources = tuple((0, *source[1:]) if isinstance(source, tuple) else source for source in self.sources)
         return replace(self, sources=sources)
 
+    def of_any_size(self) -> Event:
+        """The same without the sizes of tensors and the numbers that code makes of them."""
+        kwargs = {key: _without_numbers(value) for key, value in self.kwargs.items()}
+        constant = None if self.constant is None else b""
+        outputs = [Shape([0] * len(shape)) for shape in self.outputs]
+        return replace(self.anywhere(), whole=_without_numbers(self.whole), kwargs=kwargs, outputs=outputs, constant=constant)
+
+
+def _without_numbers(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_without_numbers(item) for item in value]
+    return 0 if isinstance(value, int | float) and not isinstance(value, bool) else value
+
 
 def canonical(func: Any) -> Any:
     packet = func.overloadpacket

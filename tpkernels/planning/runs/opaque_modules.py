@@ -10,6 +10,11 @@ agree in every event.  If they disagree, as they do where a shape depends on a v
 instead, up to the model itself, which then has no data flow.  The same happens to a module that writes to its inputs,
 or passes tensors on by other means than its results.
 
+Where the model itself would have to be opaque, sizes depend on values: a detector's on how many points it finds, a
+vocoder's on how long a text takes to say.  Then the module that asks is *open*.  It is followed, its values are guessed,
+and what has a size of them has another in each guess, as it has in calls with other inputs.  The recordings must agree
+but for sizes, and each is proven by itself: a rank must ask about whole tensors, which have the same values on all.
+
 A module that asks for a condition, one truth value, is opaque only from there on, and no guess is needed: it is
 recorded on every path (:mod:`tpkernels.planning.runs.conditions`).  It becomes opaque as a whole if that fails.
 Conditions of inputs and random numbers alone are recorded with every answer, or with enough of them, and no module
@@ -63,6 +68,8 @@ class _Close(Exception):
     cause: Exception
     branches: bool = False
     """It only asks for a condition, so that what it does before can be followed."""
+    asks: str | None = None
+    """The module that asks for what only sizes may depend on."""
 
 
 class _GuessFailed(Exception):
@@ -84,7 +91,12 @@ def record(shadow: Shadow, call: Example, after: Recording | None = None) -> Rec
         except Undecided:
             shadow.decides = False
         except _Close as close:
-            if close.name in ("", call.method) or close.name in shadow.opaque:
+            beyond = {"", call.method} | shadow.opaque | shadow.open
+            if close.name in beyond and close.asks is not None and close.asks not in shadow.open:
+                opened = {"", call.method} if close.asks in ("", call.method) else {close.asks}
+                shadow.ask_as(shadow.opaque - opened, {*shadow.branching}, shadow.open | opened)
+                continue
+            if close.name in beyond:
                 raise NeedsValues from close.cause
             for name in _alike(shadow, close.name):
                 if close.branches:
@@ -126,7 +138,7 @@ def _with_all_answers(shadow: Shadow, call: Example, after: Recording | None) ->
             runs |= more
             check_stretches(runs)
     settled = settled_in(runs.values())
-    every = [(run, _on_other_paths(shadow, call, run)) for run in runs.values()]
+    every = [(run, [*run.others, *_on_other_paths(shadow, call, run)]) for run in runs.values()]
     for run, others in every:
         for one in (run, *others):
             one.settled = settled
@@ -192,7 +204,7 @@ def _agreed(shadow: Shadow, call: Example, after: Recording | None, turns: Turns
         assert failure is not None
         raise failure.__cause__ or failure
     shadow.guess = first.guess
-    _compare(first, runs)
+    first.others = _compare(first, runs)
     _join(first, runs)
     return first
 
@@ -262,12 +274,12 @@ def _run(
         if recording.failed_in is None and recording.branches_in is not None:
             raise _Close(recording.branches_in, error, branches=True) from error
         if recording.failed_in is None:
-            raise _Close(recording.innermost, error) from error
+            raise _Close(recording.innermost, error, asks=recording.innermost) from error
         raise _GuessFailed from error
     except Exception as error:
         if recording.rest is not None:
             raise _Close(recording.rest.module, error) from error
-        if recording.failed_in is not None:
+        if recording.failed_in is not None or recording.asked_openly:
             raise _GuessFailed from error
         if recording.asked:
             raise _Close(recording.callers[recording.last_opaque], error) from error
@@ -279,19 +291,32 @@ def _run(
     return recording
 
 
-def _compare(first: Recording, runs: list[Recording]) -> None:
+def _compare(first: Recording, runs: list[Recording]) -> list[Recording]:
+    """Check that all guesses lead to the same events; the runs whose sizes are others than the first's."""
+    sizes: list[Recording] = []
     for other in runs:
         events = zip(first.events, other.events, strict=False)
         same = next((at for at, pair in enumerate(events) if pair[0].anywhere() != pair[1].anywhere()), None)
         if same is None and len(first.events) == len(other.events):
             continue
+        if first.asked_openly and _alike_but_for_sizes(first, other):
+            sizes.append(other)
+            continue
+        if first.asked_openly:
+            raise _Close("", ValueError("what the model runs depends on the values of tensors, not sizes alone"))
         before = first.events[: len(first.events) if same is None else same + 1]
         packets = [event.packet for event in before if isinstance(event.packet, Opaque)]
         opaque = [packet.name for packet in packets if packet.name in first.callers]
         if not opaque:
             raise RuntimeError("two runs of the model differ before any value was asked for")
         error = ValueError(f"the results of {opaque[-1]} depend on the values of tensors")
-        raise _Close(first.callers[opaque[-1]], error)
+        raise _Close(first.callers[opaque[-1]], error, asks=opaque[-1])
+    return sizes
+
+
+def _alike_but_for_sizes(first: Recording, other: Recording) -> bool:
+    events, others = ([event.of_any_size() for event in recording.events] for recording in (first, other))
+    return events == others and first.result_places == other.result_places
 
 
 def _join(first: Recording, runs: list[Recording]) -> None:

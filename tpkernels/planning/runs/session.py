@@ -119,7 +119,9 @@ class Session(Told, TorchDispatchMode):
         self.quiet_calls: list[tuple[str, bool]] = []
         """Modules inside of it that are being called, and whether with one tensor and nothing else."""
         self.asked, self.asked_truth = 0, False
-        """How many values opaque modules asked for, and whether a condition was among them."""
+        """How many values opaque modules asked for, and whether a condition was among them;"""
+        self.asked_openly = False
+        """and whether others asked for some, on which sizes depend."""
         self.inside: list[str] = []
         """Modules that are being called, the innermost last."""
         self.function: Any = None
@@ -155,6 +157,11 @@ class Session(Told, TorchDispatchMode):
         self.met_real_cache = False
         self._born: dict[int, str] = {}
         """Storages that opaque modules made, but for their results."""
+
+    @property
+    def asks_openly(self) -> bool:
+        """Whether the innermost module may ask for values, though what it runs is followed."""
+        return (self.inside[-1] if self.inside else "") in self.shadow.open
 
     @property
     def numbers(self) -> dict[tuple[str, str], int]:

@@ -84,7 +84,9 @@ class Shadow:
     convolving: str | None = None
     """what is being called of these and of all that works by channels."""
     branching: Collection[str] = frozenset()
-    """Modules that branch on a condition of tensors."""
+    """Modules that branch on a condition of tensors,"""
+    open: Set[str] = frozenset()
+    """and those that ask for values on which sizes depend, and are followed ("" is the model itself)."""
     dice = COME
     """How runs draw random numbers from Python and NumPy,"""
     drawn_from: Set[str] = frozenset()
@@ -180,9 +182,9 @@ class Shadow:
         """Layers by the ids of their weights, where a product with the weight is a call of the layer."""
 
     @property
-    def asking(self) -> tuple[frozenset[str], frozenset[str]]:
-        """Modules that need the values of tensors: those that are opaque, and those that branch on conditions."""
-        return frozenset(self.opaque), frozenset(self.branching)
+    def asking(self) -> tuple[frozenset[str], ...]:
+        """Modules that need the values of tensors: opaque ones, those that branch on conditions, and open ones."""
+        return frozenset(self.opaque), frozenset(self.branching), frozenset(self.open)
 
     @property
     def sizes(self) -> Mapping[str, Layer]:
@@ -239,8 +241,9 @@ class Shadow:
         self._followed.setdefault(name, module.forward)
         module.forward = self._branching(name, module.forward)
 
-    def ask_as(self, opaque: Set[str], branching: Set[str]) -> None:
-        """Let only these be opaque and branching: what a run asked for that failed tells nothing of others."""
+    def ask_as(self, opaque: Set[str], branching: Set[str], open: Set[str]) -> None:
+        """Let only these be opaque, branching and open: what a run asked for that failed tells nothing of others."""
+        self.open = open
         changed = (self.opaque ^ opaque) | ({*self.branching} ^ branching)
         for name in changed:
             self.modules[name].forward = self._followed.pop(name)
