@@ -48,6 +48,12 @@ CHANGES: dict[str, dict[str, Any]] = {
     "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
     # The default's ResNet-50 is timm's, which is not installed; transformers' own has the same convolutions.
     **{key: _RESNET_50 for key in ("detr", "conditional_detr", "deformable_detr", "dab-detr", "table-transformer")},
+    # The default's Swin is timm's as well, with norms behind it that transformers' own has in itself.
+    "omdet-turbo": {
+        "use_timm_backbone": False,
+        "backbone_config": {"model_type": "swin", "image_size": 640, "out_indices": [2, 3, 4]},
+        "apply_layernorm_after_vision_backbone": False,
+    },
     # 4096 features over 32 heads.
     **{key: {"head_dim": 128} for key in ("hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text")},
     "hunyuan_vl": {"text_config.head_dim": 128},

@@ -275,8 +275,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "muse_spark_audio": {"num_hidden_layers": 4},
     "nemotron": {"num_key_value_heads": 2},
     "neomme": {"head_dim": 16},
-    "omdet-turbo": _RESNET
-    | {
+    "omdet-turbo": {
+        "use_timm_backbone": False,
+        "backbone_config": {
+            "model_type": "swin",
+            "embed_dim": 16,
+            "depths": [2, 2, 2],
+            "num_heads": [2, 4, 8],
+            "window_size": 4,
+            "image_size": 64,
+            "out_features": ["stage1", "stage2", "stage3"],
+        },
         "encoder_in_channels": [16, 32, 64],
         "apply_layernorm_after_vision_backbone": False,
         "text_projection_in_dim": 64,

@@ -151,9 +151,9 @@ INPUTS: dict[str, dict[str, Any]] = {
     "omdet-turbo": {
         "pixel_values": ("float", (2, 3, 64, 64)),
         "classes_input_ids": ("int", (4, 5), 64),
-        "classes_attention_mask": ("ones", (4, 5)),
+        "classes_attention_mask": ("mask", (4, 5)),
         "tasks_input_ids": ("int", (2, 6), 64),
-        "tasks_attention_mask": ("ones", (2, 6)),
+        "tasks_attention_mask": ("mask", (2, 6)),
         "classes_structure": ("is", [2, 2]),
     },
     "paddleocr_vl": {

@@ -9,8 +9,9 @@ asks for their numbers gets a guess (:mod:`tpkernels.planning.runs.fake_answers`
 Such numbers are taken for sizes, which another call may have others of.  A condition on them is not answered here: code
 that branches on one may take the other path in another call, and is run both ways where it can be
 (:mod:`tpkernels.planning.runs.shared_conditions`).  Nor is a single number followed, which may be a flag.  A
-condition on what code makes of its own numbers alone (whether ``torch.arange(start, stop)`` begins with 0) is one that
-it could as well have asked of these numbers, without a tensor: it is answered.
+condition on what code makes of its own numbers and of those constants alone (whether ``torch.arange(start, stop)``
+begins with 0, whether a padding is longer than the input) is one that it could as well have asked of these numbers,
+without a tensor: it is answered.
 
 It assumes that what a model computes from the numbers in its inputs is small; larger tensors are not followed.
 """
@@ -85,8 +86,8 @@ class KnownValues:
     ) -> None:
         self._fake_mode = fake
         self._values = {id(tensor): value for tensor, value in (*given, *constants)}
-        self._given = set(self._values)
-        """Those of them that numbers of the inputs or of constants went into, or of tensors that code keeps."""
+        self._given = {id(tensor) for tensor, _ in given}
+        """Those of them that numbers of the inputs went into, or of tensors that code keeps."""
         self._fixed = {id(tensor) for tensor, _ in constants}
         self._asked: set[int] = set()
         """Storages of constants that ops have read."""
