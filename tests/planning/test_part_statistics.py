@@ -162,7 +162,7 @@ def by_value() -> list[str]:
         wrong = problems("sparse MLP", Model(), X, "mlp.down")
     mesh = tp_mesh()
     halves = tpk.parallelize(Model("half").double(), mesh, example_inputs=X)
-    with pytest.raises(ValueError, match="takes a sum, a mean or a spread of a whole tensor"):
+    with pytest.raises(ValueError, match="takes a sum, a mean, a spread or the maximum of a whole tensor"):
         halves(X, centre=True)
     sizes = (FEATURES - FEATURES // 2, FEATURES // 2)
     for dtype, number in ((torch.float64, 0), (torch.float32, 1)):

@@ -219,10 +219,10 @@ class _Planner:
         products, dims = told(decided.products)
         return replace(
             plan, by_weight=called_by_weight(seen, styles), strategy="rules" if self.observation is None else "auto",
-            statistic_bytes=bytes_of_statistics(firsts, decided.statistics, world),
+            statistic_bytes=bytes_of_statistics(firsts, decided.statistics, decided.maxima, world),
             cut_results=decided.cut_results, result_bytes=decided.result_bytes, gathered=gathered,
-            gathered_bytes=sent * (world - 1) // world, statistics=decided.statistics, draws_from=self._draws_from(),
-            kept={".".join(filter(None, key)): cut for key, cut in decided.kept.items()},
+            gathered_bytes=sent * (world - 1) // world, statistics=decided.statistics, maxima=decided.maxima,
+            draws_from=self._draws_from(), kept={".".join(filter(None, key)): c for key, c in decided.kept.items()},
             summed_arguments=summed, summed_bytes=2 * met * (world - 1) // world,
             products=products, product_bytes=bytes_of_products(firsts, dims, world),
             states=self.states, state_bytes=sum(decided.state_bytes.values()) * (world - 1) // world,

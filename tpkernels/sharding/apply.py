@@ -33,6 +33,7 @@ from tpkernels.nn.host_generators import hosts_in_step
 from tpkernels.nn.multihead import ParallelMultiheadAttention, why_not_parallel
 from tpkernels.nn.paired_convolution import pair_channels
 from tpkernels.nn.parameters import tp_mesh
+from tpkernels.nn.part_maxima import take_maxima
 from tpkernels.nn.part_norm import part_norm
 from tpkernels.nn.part_statistics import take_over_parts
 from tpkernels.nn.replicated import replicate_parameters
@@ -269,6 +270,7 @@ def parallelize(
             sum_argument_gradients(modules[name], arguments, tp)
         call_by_weight(plan.by_weight, modules)
         take_over_parts(plan.statistics, modules, tp)
+        take_maxima(plan.maxima, modules, tp)
         multiplying = multiply_parts(plan.products, styles, modules, tp)
         for name, states in plan.written_states.items():
             run_with_states(modules[name], states, tp)

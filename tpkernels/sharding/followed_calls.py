@@ -91,8 +91,8 @@ class Followed(AbstractContextManager["Followed"]):
     def _statistic_taken(self, x: Tensor) -> None:
         if threading.get_ident() == self.thread and self.parts.of(x) is None:
             self.other_ways.append(
-                f"this call takes a sum, a mean or a spread of a whole tensor of {list(x.shape)}, where the plan knows "
-                f"those of features that are cut: {_ANOTHER_PATH}"
+                f"this call takes a sum, a mean, a spread or the maximum of a whole tensor of {list(x.shape)}, where "
+                f"the plan knows those of what is cut: {_ANOTHER_PATH}"
             )
 
     def _multiplied(self, module: nn.Module, name: str, tensor: Tensor, dim: int, sums: bool) -> None:

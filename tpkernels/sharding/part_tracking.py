@@ -14,7 +14,7 @@ it, because autograd makes new objects of views.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import product
 from math import prod
 from typing import Any
@@ -33,6 +33,7 @@ from tpkernels.planning.runs.events import Shape, as_shapes, canonical
 from tpkernels.planning.runs.op_arguments import INDEXED, has_masks, memory_of, numbers_in
 from tpkernels.planning.splits import Split, Unproven
 from tpkernels.sharding.local_rules import OWN
+from tpkernels.sharding.repeats import MADE_OF_ONE, Repeats, place_of, storage_of, written_to
 
 __all__ = ["UNKNOWN", "Mark", "Parts", "cut_alike", "sums_gradient"]
 
@@ -40,8 +41,6 @@ Mark = frozenset[Split]
 UNKNOWN: Mark = frozenset()
 
 aten = torch.ops.aten
-_CONSTANT = {aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty}
-_UNIFORM = _CONSTANT | {aten.zeros, aten.ones, aten.full}
 _COLUMN = {"copy_matmul": -1, "copy_grouped_matmul": -1, "all_gather_matmul": 7, "all_gather_scaled_matmul": 10}
 """Ops of column layers, and which argument asks for the gathered input as the last result."""
 _WHOLE = {"all_gather", "all_reduce", "matmul_all_reduce", "matmul_all_reduce_norm", "add_norm",
@@ -96,11 +95,7 @@ class Parts(TorchDispatchMode):
         """Places of what a packed part has whole on every rank, and of what is made of it: its gradient is summed."""
         self.incomplete: dict[str, None] = {}
         """Where a whole tensor meets parts whose gradient would be this rank's share of it."""
-        self._uniform: dict[int, dict[Any, frozenset[int]]] = {}
-        """By storage: tensors made of one number, and what is computed from them; dimensions along which they repeat.
-
-        A constant of this rank's sizes meets parts as what it is, a part of a larger one.
-        """
+        self._repeats = Repeats(self._hold)
 
     def __enter__(self) -> Parts:
         self._outer.append(getattr(_here, "parts", None))
@@ -116,58 +111,25 @@ class Parts(TorchDispatchMode):
         """How ``tensor`` is cut, or None if it is whole."""
         if not self._cut or isinstance(tensor, DTensor | PendingSum):
             return None
-        storage = _storage(tensor)
-        if storage is None or storage._cdata not in self._cut or storage._cdata in self._uniform:
+        storage = storage_of(tensor)
+        if storage is None or storage._cdata not in self._cut or storage in self._repeats:
             return None
-        place = _place(tensor, storage)
+        place = place_of(tensor, storage)
         return None if place in self._copies else self._marks.get(place, UNKNOWN)
 
     def mark(self, tensor: Tensor, mark: Mark) -> None:
         """Remember that ``tensor`` is a part."""
-        storage = _storage(tensor)
+        storage = storage_of(tensor)
         if storage is not None:
             self._hold(storage)
-            self._uniform.pop(storage._cdata, None)
+            self._repeats.drop(storage)
             self._cut.add(storage._cdata)
-            self._marks[_place(tensor, storage)] = mark
-            self._copies.discard(_place(tensor, storage))
+            self._marks[place_of(tensor, storage)] = mark
+            self._copies.discard(place_of(tensor, storage))
 
     def _hold(self, storage: Any) -> None:
         if storage._cdata not in self._storages:
             self._storages[storage._cdata] = StorageWeakRef(storage)
-
-    def _shape(self, tensor: Tensor) -> Shape:
-        """The shape, with 1 for the dimensions along which a whole tensor repeats."""
-        storage = _storage(tensor)
-        same = self._uniform.get(storage._cdata, {}).get(_place(tensor, storage), ()) if storage is not None else ()
-        if storage is not None and 0 in tensor.stride() and self.of(tensor) is None:
-            same = frozenset([*same, *(dim for dim, step in enumerate(tensor.stride()) if step == 0)])
-        return Shape(1 if dim in same else size for dim, size in enumerate(tensor.shape))
-
-    def _note_uniform(self, func: Any, packet: Any, tensors: Sequence[Tensor], out: Any) -> None:
-        """Follow tensors that repeat one number, through elementwise ops."""
-        if not isinstance(out, Tensor) or isinstance(out, DTensor) or not out.dim():
-            return
-        if packet in _UNIFORM:
-            same = frozenset(range(out.dim()))
-        elif self._uniform and func.is_view and self._is_constant(tensors[0]):
-            same = frozenset(range(out.dim()))
-        elif self._uniform and torch.Tag.pointwise in func.tags and not func._schema.is_mutable:
-            shapes = [self._shape(tensor) for tensor in tensors]
-            sizes = [[shape[dim] for shape in shapes if -dim <= len(shape)] for dim in range(-out.dim(), 0)]
-            same = frozenset(dim for dim, these in enumerate(sizes) if set(these) <= {1} and out.shape[dim] > 1)
-        else:
-            return
-        storage = _storage(out)
-        if same and storage is not None:
-            self._hold(storage)
-            self._uniform.setdefault(storage._cdata, {})[_place(out, storage)] = same
-
-    def _is_constant(self, tensor: Tensor) -> bool:
-        """Whether the tensor repeats one number."""
-        storage = _storage(tensor)
-        same = self._uniform.get(storage._cdata, {}).get(_place(tensor, storage), ()) if storage is not None else ()
-        return tensor.dim() > 0 and len(same) == tensor.dim()
 
     def mark_last(self, tensor: Tensor) -> None:
         """``tensor`` is what a layer gives whose output features are cut."""
@@ -188,9 +150,9 @@ class Parts(TorchDispatchMode):
         packet = canonical(func) if is_op else func
         if all(mark is None for mark in marks):
             out = func(*args, **kwargs)
-            self._forget_uniform(func, args, kwargs)
+            self._repeats.forget(func, args, kwargs)
             if is_op:
-                self._note_uniform(func, packet, tensors, out)
+                self._repeats.note(func, packet, tensors, out)
                 self._note_summed(tensors, out)
                 self._note_copies(packet, tensors, out)
             return out
@@ -200,41 +162,36 @@ class Parts(TorchDispatchMode):
             if taken_apart is not NotImplemented:
                 return taken_apart
         out = func(*args, **kwargs)
-        if packet in _CONSTANT or getattr(func, "namespace", "") == "prim":
-            self._note_uniform(func, packet, tensors, out)
+        if packet in MADE_OF_ONE or getattr(func, "namespace", "") == "prim":
+            self._repeats.note(func, packet, tensors, out)
             return out
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        broadcast = [self._shape(tensor) for tensor in tensors]
+
+        def broadcast(met: Collection[Split]) -> list[Shape]:
+            known = zip(tensors, marks, strict=True)
+            return [self._repeats.shape(tensor, whole=mark is None, met=met) for tensor, mark in known]
+
         answers, mixed = _answers(func, packet, args, kwargs, tensors, marks, outputs, broadcast)
         self._check_gradients(packet, mixed)
-        constants = self._forget_uniform(func, args, kwargs)
+        constants = self._repeats.forget(func, args, kwargs)
         for output, answer in zip(outputs, answers, strict=True):
             if answer and all(split.is_whole for split in answer):
                 self._copy(output)
             elif answer is not None:
                 self.mark(output, answer)
-        for written in _written(func, args, kwargs):
+        for written in written_to(func, args, kwargs):
             known = [answer for output, answer in zip(outputs, answers, strict=True) if written is output]
             if not known:
                 self.mark(written, UNKNOWN)
             self._mark_around(written, known[0] if known else UNKNOWN, constants)
         return out
 
-    def _forget_uniform(self, func: Any, args: Any, kwargs: Any) -> list[Any]:
-        """Forget constants that the op wrote to, before marks are set; the places of those of which that was a view."""
-        places: list[Any] = []
-        for written in _written(func, args, kwargs) if self._uniform else ():
-            storage = _storage(written)
-            if storage is not None:
-                places += [at for at, same in self._uniform.pop(storage._cdata, {}).items() if len(same) == len(at[2])]
-        return places
-
     def _mark_around(self, written: Tensor, mark: Mark | None, constants: Sequence[Any]) -> None:
         """A part was written to a view: a constant around it is a part that is cut alike, anything else is unknown."""
-        storage = _storage(written)
+        storage = storage_of(written)
         if storage is None or mark is None:
             return
-        place = _place(written, storage)
+        place = place_of(written, storage)
         for around in [at for at in self._marks if at[0] == storage._cdata and at != place] if not mark else ():
             self._marks[around] = UNKNOWN
         for around in constants:
@@ -251,7 +208,7 @@ class Parts(TorchDispatchMode):
 
     def note_summed(self, tensor: Tensor) -> None:
         """Remember that the gradient of ``tensor``, which is whole, is summed over the ranks."""
-        storage = _storage(tensor)
+        storage = storage_of(tensor)
         if storage is not None:
             self._hold(storage)
             self._summed.add(storage._cdata)
@@ -265,21 +222,21 @@ class Parts(TorchDispatchMode):
             if packet is aten.expand and ones:
                 dims = [dim + output.dim() for dim in ones]
                 self.mark(output, frozenset(Split(dim, (output.shape[dim],)) for dim in dims))
-            elif isinstance(output, Tensor) and _storage(output) is not None:
+            elif isinstance(output, Tensor) and storage_of(output) is not None:
                 self._copy(output)
 
     def _copy(self, tensor: Tensor) -> None:
-        storage = _storage(tensor)
+        storage = storage_of(tensor)
         self._hold(storage)
-        self._copies.add(_place(tensor, storage))
+        self._copies.add(place_of(tensor, storage))
 
     def _is_copy(self, tensor: Tensor) -> bool:
-        storage = _storage(tensor) if self._copies else None
-        return storage is not None and _place(tensor, storage) in self._copies
+        storage = storage_of(tensor) if self._copies else None
+        return storage is not None and place_of(tensor, storage) in self._copies
 
     def _is_summed(self, tensor: Tensor) -> bool:
-        storage = _storage(tensor)
-        summed = storage is not None and (storage._cdata in self._summed or self._is_constant(tensor))
+        storage = storage_of(tensor)
+        summed = storage is not None and (storage._cdata in self._summed or self._repeats.is_constant(tensor))
         return summed or self._is_copy(tensor)
 
     def _check_gradients(self, packet: Any, mixed: Sequence[Tensor]) -> None:
@@ -318,17 +275,6 @@ def _needs_gradient(tensor: Tensor) -> bool:
     return tensor.requires_grad
 
 
-def _storage(tensor: Tensor) -> Any:
-    try:
-        return tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # sparse tensors and the like have none
-        return None
-
-
-def _place(tensor: Tensor, storage: Any) -> Any:
-    return storage._cdata, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
-
-
 def _around(place: Any, mark: Mark, around: Any) -> Mark:
     """How a tensor is cut whose view at ``place`` is a part: in the dimension with the same steps and size."""
     (_, _, shape, stride, dtype), (_, _, shape_around, stride_around, dtype_around) = place, around
@@ -343,17 +289,6 @@ def _cut(tensor: Tensor, dim: int) -> Mark:
     return frozenset([Split(dim, (tensor.shape[dim],))])
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """The arguments that the op writes to."""
-    schema = getattr(func, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return
-    for index, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[index] if index < len(args) else kwargs.get(argument.name)
-            yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
-
-
 def _answers(
     func: Any,
     packet: Any,
@@ -362,7 +297,7 @@ def _answers(
     tensors: Sequence[Tensor],
     marks: Sequence[Mark | None],
     outputs: Sequence[Tensor],
-    broadcast: Sequence[Shape],
+    broadcast: Callable[[Collection[Split]], list[Shape]],
 ) -> tuple[list[Mark | None], list[Tensor]]:
     """How each output is cut, by the layouts that any reading of the arguments allows; whole tensors that met parts."""
     known = {id(tensor): mark for tensor, mark in zip(tensors, marks, strict=True) if mark is not None}
@@ -400,9 +335,10 @@ def _one_reading(
     tensors: Sequence[Tensor],
     splits: dict[int, Split],
     shapes: Sequence[Shape],
-    broadcast: Sequence[Shape],
+    broadcast: Callable[[Collection[Split]], list[Shape]],
 ) -> tuple[Sequence[set[Split] | None], list[Tensor]]:
     mixed: list[Any] = []
+    broadcast_shapes = broadcast(splits.values())
 
     def split_of(argument: Any) -> Any:
         if isinstance(argument, Tensor):
@@ -417,8 +353,8 @@ def _one_reading(
 
     if packet not in RULES and packet not in OWN and is_pointwise(func):
         cuts = [splits.get(id(tensor)) for tensor in tensors]
-        return done([{pointwise(broadcast, cuts, lambda index: mixed.append(tensors[index]))}] * len(shapes))
-    spread = {id(tensor): shape for tensor, shape in zip(tensors, broadcast, strict=True)}
+        return done([{pointwise(broadcast_shapes, cuts, lambda index: mixed.append(tensors[index]))}] * len(shapes))
+    spread = {id(tensor): shape for tensor, shape in zip(tensors, broadcast_shapes, strict=True)}
     whole = [
         spread[id(argument)] if index in _SPREADS.get(packet, ()) and isinstance(argument, Tensor) else shape
         for index, (argument, shape) in enumerate(zip(args, as_shapes(args), strict=True))

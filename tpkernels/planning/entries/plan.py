@@ -46,6 +46,7 @@ STRATEGIES = ("auto", "rules")
 _NEW_IN: dict[int, dict[str, Any]] = {
     8: {
         "statistics": {},
+        "maxima": [],
         "statistic_bytes": 0,
         "draws_from": [],
         "cut_results": [],
@@ -159,8 +160,10 @@ class ShardingPlan:
     """Modules whose code multiplies by weights of layers itself (``F.linear(x, self.qkv.weight)``), and the layers."""
     statistics: Mapping[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
     """Modules whose code takes sums, means or spreads over features that are cut: how many, and on each rank."""
+    maxima: tuple[str, ...] = ()
+    """Modules whose code takes the largest element of tensors that are cut."""
     statistic_bytes: int = 0
-    """Sent by one rank for these in a forward and a backward pass over the example."""
+    """Sent by one rank for both in a forward and a backward pass over the example."""
     draws_from: tuple[str, ...] = ()
     """Generators besides torch's that the model draws random numbers from: "numpy", "python"; the ranks' are put in
     step."""
@@ -294,6 +297,7 @@ class ShardingPlan:
             *(key.rpartition(".")[0] for key in self.kept),
             *self.whole_draws,
             *self.statistics,
+            *self.maxima,
             *(one for name, read in self.by_weight.items() for one in (name, *read)),
         )
         wrong += [f"there is no module {name!r}" for name in others if name not in modules]
@@ -354,6 +358,7 @@ def _by_module(arguments: Mapping[str, tuple[int, int]]) -> dict[str, dict[str, 
 
 _LISTS = (
     "whole_draws",
+    "maxima",
     "idle_ties",
     "sequence_blocks",
     "whole_blocks",

@@ -77,6 +77,8 @@ class Decision:
     """Modules called between such layers that draw for whole tensors, which all ranks share."""
     statistics: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
     """Modules that take sums, means or spreads over features that are cut: how many there are, and on each rank."""
+    maxima: tuple[str, ...] = ()
+    """Modules that take the largest element of what is cut."""
     kept: Kept = field(default_factory=dict)
     """Attributes in which modules keep parts from one call for the next."""
     state_bytes: dict[str, int] = field(default_factory=dict)
@@ -405,6 +407,7 @@ class _Decider:
         self.decision.by_channel = set(replay.cut_channels)
         self.decision.whole_draws = tuple(sorted(replay.whole_draws))
         self.decision.statistics = dict(sorted(replay.statistics.items()))
+        self.decision.maxima = tuple(sorted(replay.maxima))
         self.decision.kept = dict(sorted(replay.kept_parts.items()))
         self.decision.state_bytes = replay.state_bytes
 

@@ -18,9 +18,11 @@ from tpkernels.planning.replays.kept_parts import KeptParts
 from tpkernels.planning.runs.tensors import storage_of, written_by
 from tpkernels.planning.splits import Split, Unproven
 
-__all__ = ["ConstantParts"]
+__all__ = ["COPIES", "ConstantParts"]
 
 aten = torch.ops.aten
+COPIES = (aten.expand, aten.repeat)
+"""Ops that copy what is whole, once for each piece."""
 
 
 class ConstantParts(KeptParts):
@@ -35,7 +37,7 @@ class ConstantParts(KeptParts):
 
     def constant_made(self, packet: Any, tensor: Tensor) -> None:
         self._constants.add(id(tensor))
-        if packet is not aten.expand:  # of which the memory is that of another tensor
+        if packet not in COPIES:  # whose rows may hold several numbers
             self._one_number.add(storage_of(tensor))
 
     def before_written(self, func: Any, args: Any, kwargs: Any) -> None:

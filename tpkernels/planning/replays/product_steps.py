@@ -1,6 +1,6 @@
 """Steps of a replay that are products with parameters of a module's own, which are cut as columns and rows are.
 
-It owns :class:`ProductSteps`, between the steps that take statistics of parts and those that show a width.  Such a
+It owns :class:`ProductSteps`, between the steps that take maxima of parts and those that show a width.  Such a
 product is one step (:mod:`tpkernels.nn.parameter_products`), where it takes the parameter itself while ``forward`` of
 the module runs that has it.  Any other use of the parameter is op by op, of this rank's part.
 """
@@ -12,15 +12,15 @@ from collections.abc import Callable
 from torch import Tensor
 
 from tpkernels.nn.parameter_products import Product
+from tpkernels.planning.replays.maximum_steps import MaximumSteps
 from tpkernels.planning.replays.roles import Role
-from tpkernels.planning.replays.statistic_steps import StatisticSteps
 from tpkernels.planning.runs.function_calls import ProductCall
 from tpkernels.planning.splits import Split, Unproven, how
 
 __all__ = ["ProductSteps"]
 
 
-class ProductSteps(StatisticSteps):
+class ProductSteps(MaximumSteps):
     """A run next to a recording, of one rank."""
 
     def product_taken(self, product: Product, run: Callable[[], Tensor]) -> Tensor:

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from tpkernels.ops.checks import DTYPES
-from tpkernels.planning.replays.constant_parts import ConstantParts
+from tpkernels.planning.replays.constant_parts import COPIES, ConstantParts
 from tpkernels.planning.replays.op_call import crossed, is_pointwise
 from tpkernels.planning.replays.roles import Role, unlike_ranks
 from tpkernels.planning.replays.rules import RULES, Call, pointwise
@@ -282,7 +282,7 @@ class Replay(ConstantParts):
                 return [None] * len(event.outputs)
             if event.packet in _CONSTANT:
                 return None
-            if event.packet is aten.expand and event.whole[0] == local[0][0]:  # once for each head that a rank has
+            if event.packet in COPIES and event.whole[0] == local[0][0]:  # once for each head that a rank has
                 self._mixed(tensors[0])
                 return None
             raise Unproven(f"{event.packet} depends on the number of features of one rank")

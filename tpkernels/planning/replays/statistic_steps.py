@@ -67,14 +67,17 @@ class StatisticSteps(ChannelSteps):
     def _is_proven(self, statistic: Statistic, split: Split, module: str) -> bool:
         """Whether it is over all features of a group in one piece, and in the module around its layers, or in that."""
         groups = self._groups[id(statistic.x)]
+        one_piece = len(split.segments) == 1 and not split.copied and statistic.correction < split.segments[0]
+        return self.is_near(groups, module) and one_piece and not degrees()
+
+    def is_near(self, groups: frozenset[int], module: str) -> bool:
+        """Whether the module is around the layers of these groups, or in what is."""
         layers = [name for name, role in self.roles.items() if role.group in groups and role.kind in ("column", "row")]
         if not layers:
             return False  # between parameters
         around = PurePosixPath(commonpath([name.replace(".", "/") for name in layers]))
         asked = PurePosixPath(module.replace(".", "/"))
-        near = around.is_relative_to(asked) or asked.is_relative_to(around)
-        one_piece = len(split.segments) == 1 and not split.copied and statistic.correction < split.segments[0]
-        return near and one_piece and not degrees()
+        return around.is_relative_to(asked) or asked.is_relative_to(around)
 
     def _tell(self, module: str, told: tuple[int, tuple[int, ...]], groups: frozenset[int]) -> None:
         if self.statistics.setdefault(module, told) != told:

@@ -87,7 +87,9 @@ class Event:
         kwargs = {key: _without_numbers(value) for key, value in self.kwargs.items()}
         constant = None if self.constant is None else b""
         outputs = [Shape([0] * len(shape)) for shape in self.outputs]
-        return replace(self.anywhere(), whole=_without_numbers(self.whole), kwargs=kwargs, outputs=outputs, constant=constant)
+        return replace(
+            self.anywhere(), whole=_without_numbers(self.whole), kwargs=kwargs, outputs=outputs, constant=constant
+        )
 
 
 def _without_numbers(value: Any) -> Any:

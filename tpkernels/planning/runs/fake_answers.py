@@ -45,7 +45,7 @@ class Guess:
 
     @property
     def of_sizes(self) -> Guess:
-        """What is guessed of values that sizes outside of opaque modules depend on: no convolution is too long for it."""
+        """What is guessed of values that sizes outside of opaque modules depend on: convolutions take as many rows."""
         return replace(self, rows=self.rows + 4, number=self.number + 6)
 
 

@@ -1,9 +1,9 @@
 """What a run sees of the functions that a model's code calls, before they are ops.
 
 It owns the list of these function modes, and the one for sums, means and spreads over the last dimension, of which one
-rank has a part (:mod:`tpkernels.nn.part_statistics`), for products with parameters that are no layer's
-(:mod:`tpkernels.nn.parameter_products`), and for what is written to places of a tensor
-(:mod:`tpkernels.nn.written_states`).
+rank has a part (:mod:`tpkernels.nn.part_statistics`), for largest elements (:mod:`tpkernels.nn.part_maxima`), for
+products with parameters that are no layer's (:mod:`tpkernels.nn.parameter_products`), and for what is written to places
+of a tensor (:mod:`tpkernels.nn.written_states`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from tpkernels.nn.parameter_products import Product, product_of
+from tpkernels.nn.part_maxima import taken_from
 from tpkernels.nn.part_statistics import Statistic, statistic_of
 from tpkernels.planning.modules.shape_reads import ShapesAsked
 from tpkernels.planning.runs.weight_reads import WeightReads
@@ -23,7 +24,7 @@ from tpkernels.planning.runs.weight_reads import WeightReads
 if TYPE_CHECKING:
     from tpkernels.planning.runs.session import Session
 
-__all__ = ["ProductCall", "StatisticCall", "functions_seen"]
+__all__ = ["MaximumCall", "ProductCall", "StatisticCall", "functions_seen"]
 
 
 class StatisticCall(NamedTuple):
@@ -37,6 +38,17 @@ class StatisticCall(NamedTuple):
     source: Any
     result: Any
     shape: tuple[int, ...]
+
+
+class MaximumCall(NamedTuple):
+    """One largest element of a tensor in a recording, by the event that it begins with."""
+
+    module: str
+    """The innermost module that is being called."""
+    stop: int
+    """The first event behind it."""
+    source: Any
+    result: Any
 
 
 class ProductCall(NamedTuple):
@@ -78,6 +90,8 @@ class _Calls(TorchFunctionMode):
         try:
             if statistic is not None:
                 return self.session.statistic_taken(statistic, lambda: func(*args, **kwargs))
+            if (x := taken_from(func, args, kwargs)) is not None:
+                return self.session.maximum_taken(x, lambda: func(*args, **kwargs))
             if product is not None:
                 return self.session.product_taken(product, lambda: func(*args, **kwargs))
             if func is torch.Tensor.__setitem__:

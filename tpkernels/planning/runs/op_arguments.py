@@ -38,6 +38,9 @@ def shapes_in(value: Any) -> list[Shape]:
 
 def without_sizes(packet: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     sizes = _SIZES.get(packet, ())
+    if packet is aten.repeat and isinstance(args[0], Shape):  # one row is copied as often as there are heads
+        before = (1,) * (len(args[1]) - len(args[0]))
+        args = [args[0], [None if size == 1 else n for size, n in zip((*before, *args[0]), args[1], strict=True)]]
     rest = [None if place in sizes else argument for place, argument in enumerate(args)]
     return rest, {key: value for key, value in kwargs.items() if key not in _SIZE_NAMES}
 

@@ -11,9 +11,10 @@ instead, up to the model itself, which then has no data flow.  The same happens 
 or passes tensors on by other means than its results.
 
 Where the model itself would have to be opaque, sizes depend on values: a detector's on how many points it finds, a
-vocoder's on how long a text takes to say.  Then the module that asks is *open*.  It is followed, its values are guessed,
-and what has a size of them has another in each guess, as it has in calls with other inputs.  The recordings must agree
-but for sizes, and each is proven by itself: a rank must ask about whole tensors, which have the same values on all.
+vocoder's on how long a text takes to say.  Then the module that asks is *open*.  It is followed, its values are
+guessed, and what has a size of them has another in each guess, as it has in calls with other inputs.  The recordings
+must agree but for sizes, and each is proven by itself: a rank must ask about whole tensors, which have the same values
+on all.
 
 A module that asks for a condition, one truth value, is opaque only from there on, and no guess is needed: it is
 recorded on every path (:mod:`tpkernels.planning.runs.conditions`).  It becomes opaque as a whole if that fails.

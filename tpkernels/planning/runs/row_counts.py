@@ -10,7 +10,7 @@ those of the queries for its output, those of every distinct input for the sum o
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -84,9 +84,13 @@ def untrained_in(recordings: Sequence[Recording]) -> frozenset[str]:
 
 
 def bytes_of_statistics(
-    recordings: Sequence[Recording], statistics: Mapping[str, tuple[int, tuple[int, ...]]], world_size: int
+    recordings: Sequence[Recording],
+    statistics: Mapping[str, tuple[int, tuple[int, ...]]],
+    maxima: Collection[str],
+    world_size: int,
 ) -> int:
-    """What one rank sends for sums, means and spreads over features that are cut, forward and backward, over all calls.
+    """What one rank sends for sums, means and spreads over features that are cut, and for largest elements of what is,
+    forward and backward, over all calls.
 
     Of several examples the first that takes one in a module counts.
     """
@@ -99,6 +103,9 @@ def bytes_of_statistics(
                 item = 8 if (call.statistic.dtype or x.dtype) == torch.float64 else 4
                 sent = 2 * numbers * item * _rows(x) * (world_size - 1) // world_size
                 one[call.module] = one.get(call.module, 0) + sent
+        for largest in recording.maxima.values():
+            if largest.module in maxima:
+                one[largest.module] = one.get(largest.module, 0) + 2 * 2 * 4 * (world_size - 1)
         found |= one
     return sum(found.values())
 

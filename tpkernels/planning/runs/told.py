@@ -79,6 +79,10 @@ class Told:
         """A mean or a spread of the last dimension (``nn/part_statistics.py``), also inside of an opaque module."""
         return run()
 
+    def maximum_taken(self, x: Tensor, run: Callable[[], Tensor]) -> Tensor:
+        """The largest element of a tensor (``nn/part_maxima.py``), also inside of an opaque module."""
+        return run()
+
     def product_taken(self, product: Product, run: Callable[[], Tensor]) -> Tensor:
         """A product that may be with a parameter (``nn/parameter_products.py``), also inside of an opaque module."""
         return run()

@@ -39,7 +39,7 @@ from tpkernels.planning.runs.events import (
     is_random,
 )
 from tpkernels.planning.runs.example_calls import Example
-from tpkernels.planning.runs.function_calls import ProductCall, StatisticCall
+from tpkernels.planning.runs.function_calls import MaximumCall, ProductCall, StatisticCall
 from tpkernels.planning.runs.graph import Graph, Node
 from tpkernels.planning.runs.op_arguments import memory_of
 from tpkernels.planning.runs.session import Scope
@@ -108,6 +108,8 @@ class Recording(Graph):
         """Of modules that may be norms, by the event that each begins with."""
         self.statistics: dict[int, StatisticCall] = {}
         """Of sums, means and spreads over the last dimension, in the same way,"""
+        self.maxima: dict[int, MaximumCall] = {}
+        """of largest elements of tensors,"""
         self.product_calls: dict[int, ProductCall] = {}
         """and of products with parameters that are no layer's."""
         self.channel_calls: dict[int, ChannelCall] = {}
@@ -268,6 +270,12 @@ class Recording(Graph):
         if self.quiet is None:
             where = self.innermost, len(self.events), source, self.source(y)
             self.statistics[start] = StatisticCall(statistic, *where, tuple(y.shape))
+        return y
+
+    def maximum_taken(self, x: Tensor, run: Callable[[], Tensor]) -> Tensor:
+        start, source, y = len(self.events), self.source(x), run()
+        if self.quiet is None:
+            self.maxima[start] = MaximumCall(self.innermost, len(self.events), source, self.source(y))
         return y
 
     def product_taken(self, product: Product, run: Callable[[], Tensor]) -> Tensor:
