@@ -11,6 +11,7 @@ from tests.mutations.planner_edits import PLANNER
 from tests.mutations.product_edits import ARGUMENTS, OWN_PRODUCTS, RETURNED
 from tests.mutations.same_bits_edits import SAME_BITS
 from tests.mutations.trainer_edits import TRAINERS
+from tests.mutations.value_edits import VALUES
 from tests.mutations.window_edits import WINDOWS
 
 __all__ = ["EDITS", "Edit"]
@@ -434,5 +435,6 @@ EDITS = (
     *OWN_PRODUCTS,
     *RETURNED,
     *ARGUMENTS,
+    *VALUES,
     *WINDOWS,
 )

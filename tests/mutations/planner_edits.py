@@ -317,7 +317,7 @@ PLANNER = (
         "{*others[0].layers}",
         f"{JOINED} -k after_another",
     ),
-    Edit("planning/replays/statistic_steps.py", "return near and", "return", f"{STATISTICS} -k elsewhere"),
+    Edit("planning/replays/statistic_steps.py", "self.is_near(groups, module)", "True", f"{STATISTICS} -k elsewhere"),
     Edit(
         "planning/replays/statistic_steps.py", " or asked.is_relative_to(around)", "", f"{STATISTICS} -k of_all_ranks"
     ),

@@ -62,10 +62,10 @@ class Fused(nn.Module):
         hidden = text[..., 0] > 0.5
         repeated = hidden[:, None, None].repeat(1, self.heads, 1, 1).flatten(0, 1)
         weights = scores.masked_fill_(repeated, -1e9).softmax(-1)
-        if self.how == "meets an activation":
-            x = x + largest
         image = self.image_out(self.joined(weights @ self.split(self.text_values(text))))
         back = self.text_out(self.joined(backward @ self.split(self.image_values(x))))
+        if self.how == "meets an activation":
+            back = back + largest
         return torch.cat((x + image, text + back), 1)
 
 

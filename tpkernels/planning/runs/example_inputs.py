@@ -234,6 +234,10 @@ class Observation:
             failed, why = next(iter(failures.items()))
             proven = [str(mode) for mode in MODES if mode not in failures and mode.gradients == failed.gradients]
             self.note = f"proven for {' and '.join(proven)} alone: in {failed} it cannot be traced ({why})"
+        if shadow.open and not self.note:
+            asks = sorted(name or "the model" for name in shadow.open if not name or name != call.method)
+            told = f"{' and '.join(asks)} {'asks' if len(asks) == 1 else 'ask'}"
+            self.note = f"{told} for values on which sizes depend: proven for some, as for the sizes of inputs"
         return True
 
     def _second(self, shadow: Shadow, call: Example, first: Recording) -> list[Recording]:

@@ -28,7 +28,7 @@ from tpkernels.planning.runs.known_values import is_condition
 if TYPE_CHECKING:
     from tpkernels.planning.runs.session import Session
 
-__all__ = ["GUESSES", "MOST_ANSWERS", "Answers", "Guess", "fake_as_real"]
+__all__ = ["FEW", "GUESSES", "MOST_ANSWERS", "Answers", "Guess", "fake_as_real"]
 
 aten = torch.ops.aten
 MOST_ANSWERS = 50_000
@@ -42,22 +42,21 @@ class Guess:
     rows: int
     number: int
     truth: bool
-
-    @property
-    def of_sizes(self) -> Guess:
-        """What is guessed of values that sizes outside of opaque modules depend on: convolutions take as many rows."""
-        return replace(self, rows=self.rows + 4, number=self.number + 6)
+    size: int
+    """Of either, where sizes outside of opaque modules depend on it: convolutions take as many rows."""
 
 
 GUESSES = (
-    Guess(3, 1, True),
-    Guess(2, 0, True),
-    Guess(2, 2, True),
-    Guess(3, 1, False),
-    Guess(2, 0, False),
-    Guess(2, 2, False),
+    Guess(3, 1, True, 7),
+    Guess(2, 0, True, 6),
+    Guess(2, 2, True, 8),
+    Guess(3, 1, False, 7),
+    Guess(2, 0, False, 6),
+    Guess(2, 2, False, 8),
 )
 """Those with 3 rows differ in everything but the truth from those with 2."""
+FEW = (0, 1)
+"""Sizes that code may treat otherwise than others: no point found, or a single one."""
 
 
 class Answers(TorchDispatchMode):
@@ -79,11 +78,12 @@ class Answers(TorchDispatchMode):
         if self.session.rest is not None:
             if is_condition(func, args):
                 return self.session.rest.answer()
-        elif self.session.quiet is not None or (self.session.asks_openly and not is_condition(func, args)):
+        elif self.session.quiet is not None or (self.session.asks_openly and _may_be_size(func, args)):
             answer = _ANSWERS.get(func)
             if answer is not None:
+                size = self.guess.size
                 quiet = self.session.quiet is not None
-                out = answer(self.guess if quiet else self.guess.of_sizes, *args, **kwargs)
+                out = answer(self.guess if quiet else replace(self.guess, rows=size, number=size), *args, **kwargs)
                 if out is not None:
                     self._count(out)
                     return out
@@ -165,6 +165,13 @@ def _grouped_mm(
     if a.dim() == b.dim():
         shape = [*(groups if a.dim() == 2 else [a.shape[0]]), *shape]
     return a.new_empty(shape, dtype=out_dtype or a.dtype)
+
+
+def _may_be_size(func: Any, args: Any) -> bool:
+    """Whether what an op asks for may be a size: how many rows there are, or an integer; no fraction, no condition."""
+    if func is aten._local_scalar_dense.default:
+        return not (args[0].is_floating_point() or args[0].is_complex() or args[0].dtype is torch.bool)
+    return not is_condition(func, args)
 
 
 def _some(guess: Guess, limit: int) -> int:

@@ -13,8 +13,10 @@ or passes tensors on by other means than its results.
 Where the model itself would have to be opaque, sizes depend on values: a detector's on how many points it finds, a
 vocoder's on how long a text takes to say.  Then the module that asks is *open*.  It is followed, its values are
 guessed, and what has a size of them has another in each guess, as it has in calls with other inputs.  The recordings
-must agree but for sizes, and each is proven by itself: a rank must ask about whole tensors, which have the same values
-on all.
+must agree but for sizes; without any rows, or with a single one, the model may do something else, or not run at all.
+Each recording is proven by itself: a rank must ask about whole tensors, which have the same values on all.  As with the
+sizes of inputs, code that does something else from some number on is not seen, nor what it does where one module finds
+nothing and another does.  Who asks for a fraction does not mean a size.
 
 A module that asks for a condition, one truth value, is opaque only from there on, and no guess is needed: it is
 recorded on every path (:mod:`tpkernels.planning.runs.conditions`).  It becomes opaque as a whole if that fails.
@@ -27,7 +29,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
@@ -35,7 +37,7 @@ from tpkernels.planning.modules.experts import CalledOtherwise
 from tpkernels.planning.runs.conditions import MOST_PATHS, Path, paths_after
 from tpkernels.planning.runs.events import NotOpaque, Opaque
 from tpkernels.planning.runs.example_calls import Example
-from tpkernels.planning.runs.fake_answers import GUESSES, Guess
+from tpkernels.planning.runs.fake_answers import FEW, GUESSES, Guess
 from tpkernels.planning.runs.known_values import Changes
 from tpkernels.planning.runs.shadow import Shadow
 from tpkernels.planning.runs.shared_conditions import (
@@ -86,6 +88,7 @@ def record(shadow: Shadow, call: Example, after: Recording | None = None) -> Rec
         NeedsValues: it needs the values of tensors, and no module but the one that is called could be opaque.
         Exception: what the model raises.
     """
+    beyond_all: Exception | None = None
     for _ in range(MOST_OPAQUE):
         try:
             return _with_all_answers(shadow, call, after)
@@ -94,11 +97,12 @@ def record(shadow: Shadow, call: Example, after: Recording | None = None) -> Rec
         except _Close as close:
             beyond = {"", call.method} | shadow.opaque | shadow.open
             if close.name in beyond and close.asks is not None and close.asks not in shadow.open:
+                beyond_all = beyond_all or close.cause
                 opened = {"", call.method} if close.asks in ("", call.method) else {close.asks}
                 shadow.ask_as(shadow.opaque - opened, {*shadow.branching}, shadow.open | opened)
                 continue
             if close.name in beyond:
-                raise NeedsValues from close.cause
+                raise NeedsValues from beyond_all or close.cause
             for name in _alike(shadow, close.name):
                 if close.branches:
                     shadow.make_branching(name)
@@ -203,11 +207,28 @@ def _agreed(shadow: Shadow, call: Example, after: Recording | None, turns: Turns
     values = {(guess.truth, guess.rows) for run in runs for guess in [run.guess]}
     if first is None or not any({(truth, 2), (truth, 3)} <= values for truth in (True, False)):
         assert failure is not None
+        if shadow.open:
+            raise _Close("", failure)
         raise failure.__cause__ or failure
     shadow.guess = first.guess
     first.others = _compare(first, runs)
+    if first.asked_openly:
+        few = _with_few(shadow, call, after, turns, first.guess)
+        first.others += [run for run in few if not _alike_but_for_sizes(first, run)]
+        shadow.guess = first.guess
     _join(first, runs)
     return first
+
+
+def _with_few(
+    shadow: Shadow, call: Example, after: Recording | None, turns: Turns | None, guess: Guess
+) -> list[Recording]:
+    """Recordings with sizes of which code may make an exception, as far as the model runs with them."""
+    found = []
+    for size in FEW:
+        with suppress(_GuessFailed):
+            found.append(_run(shadow, replace(guess, size=size), call, after, turns=turns))
+    return found
 
 
 def _on_other_paths(shadow: Shadow, call: Example, first: Recording) -> list[Recording]:

@@ -1,0 +1,34 @@
+"""Seeded faults of sizes that depend on values, and of what is taken over all elements, as edits of one line."""
+
+from __future__ import annotations
+
+from tests.mutations.edit import Edit
+
+__all__ = ["VALUES"]
+
+SIZES, KNOWN, MAXIMA = (f"tests/planning/test_{name}.py" for name in ("sizes_of_values", "known_values", "part_maxima"))
+OPAQUE, ANSWERS = "planning/runs/opaque_modules.py", "planning/runs/fake_answers.py"
+REPEATS, STEPS = "sharding/repeats.py", "planning/replays/maximum_steps.py"
+
+VALUES = (
+    Edit(OPAQUE, "if not _alike_but_for_sizes(first, run)]", "if run is None]", f"{SIZES} -k few_rows"),
+    Edit(OPAQUE, 'opened = {"", call.method} if', "opened = set() if", f"{SIZES} -k sizes_of_values_is_cut"),
+    Edit(ANSWERS, "FEW = (0, 1)", "FEW = ()", f"{SIZES} -k few_rows"),
+    Edit(ANSWERS, "return not (args[0].is_floating_point() or", "return not (False or", f"{SIZES} -k fraction"),
+    Edit(
+        "planning/runs/known_values.py",
+        "self._given = {id(tensor) for tensor, _ in given}",
+        "self._given = set(self._values)",
+        f"{KNOWN} -k configuration",
+    ),
+    Edit("planning/runs/op_arguments.py", "None if size == 1 else n", "None", f"{MAXIMA} -k one_row"),
+    Edit(
+        "nn/part_maxima.py", "torch.where(numbers == y, counts, 0)", "(numbers == y).to(y.dtype)", f"{MAXIMA} -k values"
+    ),
+    Edit("nn/part_maxima.py", "dy * ctx.saved_tensors[0]", "dy + 0 * ctx.saved_tensors[0]", f"{MAXIMA} -k values"),
+    Edit(STEPS, "self.maxima.keys() & self._other_maxima", "()", f"{MAXIMA} -k leave_the_layers"),
+    Edit(STEPS, "self._summed.add(id(out))", "pass", f"{MAXIMA} -k leave_the_layers"),
+    Edit(STEPS, "not self.is_near(self._groups[id(x)], module)", "False", f"{MAXIMA} -k leave_the_layers"),
+    Edit(REPEATS, "pieces == {runs[dim]}", "False", f"{MAXIMA} -k values"),
+    Edit(REPEATS, "found[dim] = found.get(dim, 1) * runs[one]", "found[dim] = 5", f"{MAXIMA} -k values"),
+)
