@@ -1,10 +1,12 @@
-"""Seeded faults of modules that branch on a condition, as edits of one line."""
+"""Seeded faults of modules that branch on a condition, and of functions tried on numbers, as edits of one line."""
 
 from __future__ import annotations
 
 from tests.mutations.edit import Edit
 
 __all__ = ["CONDITIONS"]
+
+ELEMENTS, DOMAINS = "planning/modules/element_code.py", "tests/planning/test_function_domains.py -m cpu"
 
 TESTS = "tests/planning/test_conditions.py"
 STEPS, SESSION = "planning/replays/whole_steps.py", "planning/runs/session.py"
@@ -91,4 +93,7 @@ CONDITIONS = (
     Edit(SESSION, 'raise NotOpaque(self.rest.module, f"calls {name}', 'str(f"calls {name}', f"{TESTS} -k layer"),
     Edit("planning/runs/fake_answers.py", "return self.session.rest.answer()", "return True", f"{TESTS} -k recorded"),
     Edit(FLOW, "self._local is not None or any(", "False and any(", f"{TESTS} -k along"),
+    # numbers that a function of a model's own is tried on: none below those that it gives none for, or the least
+    Edit(ELEMENTS, "scale /= 2", "break", f"{DOMAINS} -k each_its_own"),
+    Edit(ELEMENTS, "scale /= 2", "scale = SCALES[0]", f"{DOMAINS} -k asks_others"),
 )
