@@ -21,7 +21,19 @@ KEYS = "tests/planning/test_convolved_keys.py"
 MEETING, COUNTED = f"{KEYS} -k channels_meet", f"{KEYS} -k 'channels_meet and counted'"
 KEYS_VALUES = f"{KEYS} -k 'unsharded_model and 2'"
 
+NARROW = "tests/planning/test_narrow_segments.py"
+NARROW_CUT, NARROW_VALUES = f"{NARROW} -k weighs_all_others", f"{NARROW} -k 'values and 2'"
+
 CONVOLUTIONS = (
+    Edit("nn/paired_convolution.py", "[_shared(*one) if whole else one for", "[one for", NARROW_VALUES),
+    Edit(
+        "nn/paired_convolution.py",
+        "replicate_parameter(parameter, mesh, requires_grad=wanted) if places",
+        "replicate_parameter(parameter * 2, mesh, requires_grad=wanted) if places",
+        NARROW_VALUES,
+    ),
+    Edit("planning/proofs/pair_proofs.py", "if key[0] not in beside}", "}", NARROW_CUT),
+    Edit("planning/entries/convolution_entries.py", "total += 2 * _bytes", "total += 0 * _bytes", f"{NARROW} -k bytes"),
     Edit("planning/replays/rules.py", "tuple(size * places for size", "tuple(size for size", MEETING),
     Edit("planning/replays/rules.py", "if split.dim < channels:", "if True:", MEETING),
     Edit("planning/runs/layer_groups.py", "rows, scattered=linear)", "rows, scattered=frozenset())", MEETING),

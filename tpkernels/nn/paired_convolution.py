@@ -25,8 +25,10 @@ It assumes that x is equal on all ranks, and that a plan has proven what stands 
 it stays an instance of its class; its parameters are DTensors of their original shapes, and a bias that is added to
 whole sums is whole.  A first one of several *segments* (the halves of a gated linear unit) gives this rank's part of
 each, one after the other, and has a module for each, ``part0``, ``part1``, ..., as packed linear layers have
-(:mod:`tpkernels.nn.packed`).  So has one that takes parts of several runs of channels (a concatenation of what is cut),
-for the runs of its weight; but one that gathers them puts the channels in their order, and has one weight.
+(:mod:`tpkernels.nn.packed`).  Segments may be *copied*: every rank computes all of their channels, such as the one that
+weighs all others, and has a share of their gradient, which is summed.  One that takes parts of several runs of channels
+(a concatenation of what is cut) has modules for the runs of its weight; but one that gathers them puts the channels in
+their order, and has one weight.
 
 Code of a subclass around ``super().forward`` goes on, and meets a rank's channels: who plans has to see to that.  It
 refuses groups of channels that ranks would cut, weight norms, fewer channels than would give each rank one, and groups
@@ -61,15 +63,15 @@ from tpkernels.nn.packed_parameter import PackedParameter
 from tpkernels.nn.parameters import local_parts, mesh_of, replicate_parameter, shard_parameter, tp_mesh
 from tpkernels.nn.sliced import read_packed
 from tpkernels.ops import all_gather, all_reduce, copy_to_group, reduce_scatter, shard
-from tpkernels.partition import chunk_sizes, offsets
+from tpkernels.partition import chunk_sizes, copied_places, offsets
 
-__all__ = ["gives_channels", "pair_channels", "pair_dims", "segments_given", "segments_taken", "takes_channels",
-           "why_not_paired"]  # fmt: skip
+__all__ = ["gives_channels", "pair_channels", "pair_dims", "segments_copied", "segments_given", "segments_taken",
+           "takes_channels", "why_not_paired"]  # fmt: skip
 
 
 def why_not_paired(
     module: nn.Module, world_size: int, *, inputs: bool, outputs: bool, segments: Sequence[int] = (),
-    taken: Sequence[int] = (), gathers: bool = False,
+    taken: Sequence[int] = (), gathers: bool = False, copied: int = 0, behind: int = 0,
 ) -> str | None:  # fmt: skip
     """The reason why :func:`pair_channels` cannot cut ``module`` over so many ranks; None if it can."""
     grouped = isinstance(module, _ConvNd) and module.groups > 1
@@ -87,7 +89,8 @@ def why_not_paired(
         return f"has {convolution.out_channels} output channels, which segments {list(segments)} do not make up"
     if taken and (not inputs or min(taken) < 1 or sum(taken) != convolution.in_channels):
         return f"has {convolution.in_channels} input channels, which segments {list(taken)} do not make up"
-    for sizes in (segments, taken):
+    places = copied_places(len(segments), copied, behind)
+    for sizes in ([size for size, whole in zip(segments, places, strict=True) if not whole], taken):
         if any(0 in chunk_sizes(size, world_size) for size in sizes):
             return f"has too few channels in one of its segments {list(sizes)} for {world_size} ranks"
     return None
@@ -103,7 +106,7 @@ def pair_dims(module: nn.Module, *, inputs: bool, outputs: bool) -> dict[str, in
 
 def pair_channels(
     module: nn.Module, group: GroupLike, *, inputs: bool, outputs: bool, segments: Sequence[int] = (),
-    taken: Sequence[int] = (), gathers: bool = False,
+    taken: Sequence[int] = (), gathers: bool = False, copied: int = 0, behind: int = 0,
 ) -> nn.Module:  # fmt: skip
     """Cut a convolution of torch's as one of a pair, in place; returns it.
 
@@ -112,7 +115,8 @@ def pair_channels(
     Args:
         inputs: it takes this rank's input channels, and is summed;
         outputs: it gives this rank's output channels, with ``inputs`` those of the sum,
-        segments: or its part of each of these, which make up the output channels;
+        segments: or its part of each of these, which make up the output channels; but all of the last ``copied`` ones
+            before those ``behind`` them;
         taken: it takes this rank's part of each of these, which make up the input channels;
         gathers: with ``inputs`` and ``outputs``, it gathers what it takes, and has its output channels of the weight.
 
@@ -120,14 +124,14 @@ def pair_channels(
         ValueError: it cannot be cut so (:func:`why_not_paired`).
     """
     mesh = tp_mesh(group, module)
-    sizes = {"segments": segments, "taken": taken}
+    sizes: Any = {"segments": segments, "taken": taken, "copied": copied, "behind": behind}
     why = why_not_paired(module, mesh.size(), inputs=inputs, outputs=outputs, gathers=gathers, **sizes)
     if why is not None:
         raise ValueError(f"{type(module).__name__} {why}")
     kind: Any = type(module)
     dims = pair_dims(module, inputs=inputs and not gathers, outputs=outputs)
     if len(segments) > 1:
-        _take_apart(module, mesh, segments, channel_dims(module))
+        _take_apart(module, mesh, segments, channel_dims(module), copied, behind)
         module.__class__ = _of_parts(kind, _give_parts, ("weight", "bias"))
         return module
     if len(taken) > 1 and gathers:
@@ -161,6 +165,11 @@ def segments_given(module: nn.Module) -> tuple[int, ...]:
     return () if takes_channels(module) else cast("tuple[int, ...]", vars(module).get("_tpk_own", ()))
 
 
+def segments_copied(module: nn.Module) -> tuple[int, int]:
+    """Of the segments that it gives: how many every rank has whole, and how many are behind these."""
+    return cast("tuple[int, int]", vars(module).get("_tpk_copied", (0, 0)))
+
+
 def segments_taken(module: nn.Module) -> tuple[int, ...]:
     """How many channels of each segment it takes; () where there is one."""
     return cast("tuple[int, ...]", vars(module).get("_tpk_own", ())) if takes_channels(module) else ()
@@ -185,9 +194,23 @@ def _give_parts(self: Any, input: Tensor, output_size: list[int] | None = None) 
 def _joined(self: Any) -> tuple[DeviceMesh, Tensor, Tensor | None]:
     """This rank's parts of the weight and of the bias, of each segment one after the other; none of another bias."""
     held = [local_parts(part._parameters["weight"], part._parameters.get("bias")) for part in _parts(self)]
+    if torch.is_grad_enabled():
+        held = [_shared(*one) if whole else one for one, whole in zip(held, _copied(self), strict=True)]
     biases = [bias for _, _, bias in held if bias is not None]
     weight = torch.cat([weight for _, weight, _ in held], self._tpk_dims["weight"])
     return held[0][0], weight, torch.cat(biases) if biases else None
+
+
+def _shared(mesh: DeviceMesh, weight: Tensor, bias: Tensor | None) -> tuple[DeviceMesh, Tensor, Tensor | None]:
+    """The parameters of a segment that all ranks have, each with a share of its gradient."""
+    weight, *biases = (copy_to_group(one, mesh) if one.requires_grad and mesh.size() > 1 else one
+                       for one in (weight, bias) if one is not None)  # fmt: skip
+    return mesh, weight, biases[0] if biases else None
+
+
+def _copied(self: Any) -> tuple[bool, ...]:
+    """For each segment: whether every rank has it whole."""
+    return copied_places(len(self._tpk_segments), *segments_copied(self))
 
 
 def _whole(self: Any, input: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -291,23 +314,34 @@ def _of_parts(cls: Any, forward: Callable[..., Tensor], names: tuple[str, ...]) 
     return cast("type[nn.Module]", type(cls.__name__, (kind,), _PACKED | packed | named))
 
 
-def _remember_parts(module: nn.Module, mesh: DeviceMesh, segments: Sequence[int]) -> None:
-    own = tuple(chunk_sizes(size, mesh.size())[mesh.get_local_rank()] for size in segments)
-    vars(module).update(_tpk_segments=tuple(segments), _tpk_own=own)
+def _remember_parts(
+    module: nn.Module, mesh: DeviceMesh, segments: Sequence[int], copied: int = 0, behind: int = 0
+) -> None:
+    places, ranks, rank = copied_places(len(segments), copied, behind), mesh.size(), mesh.get_local_rank()
+    parts = zip(segments, places, strict=True)
+    own = tuple(size if whole else chunk_sizes(size, ranks)[rank] for size, whole in parts)
+    vars(module).update(_tpk_segments=tuple(segments), _tpk_own=own, _tpk_copied=(copied, behind))
 
 
-def _take_apart(module: nn.Module, mesh: DeviceMesh, segments: Sequence[int], dims: Mapping[str, int]) -> None:
+def _take_apart(
+    module: nn.Module, mesh: DeviceMesh, segments: Sequence[int], dims: Mapping[str, int], copied: int = 0,
+    behind: int = 0,
+) -> None:  # fmt: skip
     """Put a module for each segment in the place of the parameters that are cut along ``dims``."""
+    places = copied_places(len(segments), copied, behind)
     for index, part in enumerate(_parts_of(module, segments, dims)):
         for name, parameter in part._parameters.items():
             if parameter is not None:
                 wanted = parameter.requires_grad
-                part._parameters[name] = shard_parameter(parameter, mesh, dims[name], requires_grad=wanted)
+                part._parameters[name] = (
+                    replicate_parameter(parameter, mesh, requires_grad=wanted) if places[index]
+                    else shard_parameter(parameter, mesh, dims[name], requires_grad=wanted)
+                )  # fmt: skip
         module.add_module(f"part{index}", part)
     for name in dims:
         del module._parameters[name]
     vars(module).update(_tpk_dims=dict(dims))
-    _remember_parts(module, mesh, segments)
+    _remember_parts(module, mesh, segments, copied, behind)
 
 
 def _parts_of(convolution: nn.Module, segments: Sequence[int], dims: Mapping[str, int]) -> list[nn.Module]:
@@ -340,9 +374,13 @@ def _reset_parts(self: Any) -> None:
     weight = _parts(self)[0]._parameters["weight"]
     fresh = fresh_like(self, weight, bias=self.bias is not None)
     with torch.no_grad():
-        for part, new in zip(_parts(self), _parts_of(fresh, self._tpk_segments, self._tpk_dims), strict=True):
+        parts = zip(_parts(self), _parts_of(fresh, self._tpk_segments, self._tpk_dims), _copied(self), strict=True)
+        for part, new, whole in parts:
             for name, parameter in new.named_parameters():
-                part._parameters[name].copy_(shard_parameter(parameter, mesh_of(weight), self._tpk_dims[name]))
+                part._parameters[name].copy_(
+                    replicate_parameter(parameter, mesh_of(weight)) if whole
+                    else shard_parameter(parameter, mesh_of(weight), self._tpk_dims[name])
+                )  # fmt: skip
         copy_fresh(self, fresh, mesh_of(weight))
 
 

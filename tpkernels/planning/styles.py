@@ -140,9 +140,10 @@ class Channels:
     Each rank computes its channels, from all input channels or, with groups, from those of its groups.  Of a pair that
     the data flow proves the first one does not gather, and the second one takes this rank's input channels, and is
     summed.  One that is the second of a pair and the first of another does both: ranks scatter the sum, or, with
-    ``gather_input``, gather what they take, and each computes its output channels of it.  With
-    ``segments`` (the two halves of what a gated linear unit takes) the first one gives this rank's part of each.  The
-    second one takes this rank's part of each segment ``taken``, where code concatenates what is cut.
+    ``gather_input``, gather what they take, and each computes its output channels of it.  With ``segments`` (the two
+    halves of what a gated linear unit takes) the first one gives this rank's part of each; but all of the last
+    ``copied`` ones, which have ``behind`` others behind them, as a :class:`Column` does.  The second one takes this
+    rank's part of each segment ``taken``, where code concatenates what is cut.
     """
 
     gather_output: bool = True
@@ -150,6 +151,8 @@ class Channels:
     segments: tuple[int, ...] = ()
     taken: tuple[int, ...] = ()
     gather_input: bool = False
+    copied: int = 0
+    behind: int = 0
 
     def __post_init__(self) -> None:
         if self.gather_input and (self.gather_output or not self.inputs):
@@ -158,11 +161,15 @@ class Channels:
             raise ValueError("segments are taken by a convolution that takes this rank's channels: inputs=True")
         if self.segments and (self.inputs or self.gather_output):
             raise ValueError("segments are of a convolution that takes whole tensors and gives this rank's channels")
+        if self.copied or self.behind:
+            copied_places(len(self.segments), self.copied, self.behind)
 
     def local_features(self, total: int, world_size: int) -> tuple[int, ...]:
         """Of the ``total`` channels in the dimension of a weight that is cut, those that each rank has memory for."""
         sizes = self.segments or (() if self.gather_input else self.taken) or (total,)
-        return _shares(sizes, (1,) * len(sizes), world_size)
+        places = copied_places(len(sizes), self.copied, self.behind)
+        cut = tuple(size for size, whole in zip(sizes, places, strict=True) if not whole)
+        return tuple(share + sum(sizes) - sum(cut) for share in _shares(cut, (1,) * len(cut), world_size))
 
     @property
     def paired(self) -> bool:

@@ -240,6 +240,7 @@ def parallelize(
             pair_channels(
                 convolution, tp, inputs=channels.inputs, outputs=not channels.gather_output,
                 segments=channels.segments, taken=channels.taken, gathers=channels.gather_input,
+                copied=channels.copied, behind=channels.behind,
             )  # fmt: skip
         else:
             cut_channels(convolution, tp)

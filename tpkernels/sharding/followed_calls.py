@@ -23,7 +23,13 @@ from tpkernels.nn.feature_embedding import FeatureParallelEmbedding
 from tpkernels.nn.multihead import ParallelMultiheadAttention
 from tpkernels.nn.packed import PackedColumnParallelLinear
 from tpkernels.nn.packed_row import PackedRowParallelLinear
-from tpkernels.nn.paired_convolution import gives_channels, segments_given, segments_taken, takes_channels
+from tpkernels.nn.paired_convolution import (
+    gives_channels,
+    segments_copied,
+    segments_given,
+    segments_taken,
+    takes_channels,
+)  # fmt: skip
 from tpkernels.nn.parameter_products import multiplied_by
 from tpkernels.nn.part_statistics import taken_of
 from tpkernels.nn.row import RowParallelLinear
@@ -141,7 +147,8 @@ class Followed(AbstractContextManager["Followed"]):
         if gives_channels(module):
             channels = output.dim() - len(module.kernel_size) - 1  # type: ignore[arg-type]
             sizes = segments_given(module) or (output.shape[channels],)
-            self.parts.mark(output, frozenset([Split(channels, sizes)]))
+            copied, behind = segments_copied(module)
+            self.parts.mark(output, frozenset([Split(channels, sizes, copied=copied, behind=behind)]))
         elif isinstance(module, _NormBase) or (
             isinstance(module, nn.GroupNorm | _ConvNd) and getattr(module, "_tpk_sliced", None) is not None
         ):

@@ -82,7 +82,7 @@ def check_channels(
     why = _why_own(module)
     if why is None and style is not None and style.paired:
         gives, gathers = not style.gather_output, style.gather_input
-        sizes = {"segments": style.segments, "taken": style.taken}
+        sizes: Any = {name: getattr(style, name) for name in ("segments", "taken", "copied", "behind")}
         why = why_not_paired(module, world_size, inputs=style.inputs, outputs=gives, gathers=gathers, **sizes)
     elif why is None:
         why = why_not_cut(module, world_size, same_bits)

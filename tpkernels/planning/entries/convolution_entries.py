@@ -11,6 +11,7 @@ from torch.nn.modules.conv import _ConvNd
 from tpkernels.nn.convolution import channel_dims
 from tpkernels.nn.normed_weight import norm_dim
 from tpkernels.nn.paired_convolution import pair_dims
+from tpkernels.partition import copied_places
 from tpkernels.planning.entries.experts_entries import Traffic
 from tpkernels.planning.runs.row_counts import Elements
 from tpkernels.planning.styles import Channels
@@ -61,8 +62,19 @@ def convolution_traffic(
         return Traffic(forward, backward, None, None)
     takes = elements.wanted
     total = (taken * takes + given * elements.given) * next(module.parameters()).element_size()
-    sent = total * (world_size - 1) // world_size
-    return Traffic(forward, backward if takes or not taken else "-", sent, None)
+    backward = backward if takes or not taken else "-"
+    if style.copied:
+        total += 2 * _bytes_copied(module, style)
+        backward = " and ".join(filter(lambda one: one != "-", (backward, "all-reduce of dw")))
+    return Traffic(forward, backward, total * (world_size - 1) // world_size, None)
+
+
+def _bytes_copied(module: _ConvNd, style: Channels) -> int:
+    """Of the segments that every rank has whole, whose gradients are summed."""
+    places = copied_places(len(style.segments), style.copied, style.behind)
+    copied = sum(size for size, place in zip(style.segments, places, strict=True) if place)
+    trained = [one for one in module.parameters() if one.requires_grad]
+    return sum(one.numel() * one.element_size() for one in trained) * copied // module.out_channels
 
 
 def _traffic_of_gathering(module: _ConvNd, elements: Elements | None, world_size: int) -> Traffic:

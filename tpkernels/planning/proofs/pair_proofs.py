@@ -1,9 +1,9 @@
 """How a group with convolutions among its layers can be cut: by channels in one piece, or as code takes them apart.
 
 It owns the proof within the module around the group.  Where code takes what a column gives apart along its channels (a
-gated linear unit, a split), that one is cut as these segments.  Where code concatenates what is cut, the row
-behind takes parts of these segments.  Where what is cut meets a parameter of some other
-module as a whole (a slope for each channel), that is cut with it; so are the buffers of a frozen batch norm.
+gated linear unit, a split), that one is cut as these segments; those of too few channels every rank has whole.  Where
+code concatenates what is cut, the row behind takes parts of these segments.  Where what is cut meets a parameter of
+some other module as a whole (a slope for each channel), that is cut with it; so are the buffers of a frozen batch norm.
 """
 
 from __future__ import annotations
@@ -27,18 +27,23 @@ from tpkernels.planning.runs.layer_groups import SMALL_GROUP, Group
 from tpkernels.planning.runs.session import Scope
 from tpkernels.planning.runs.shadow import Shadow
 from tpkernels.planning.runs.trace import Recording
-from tpkernels.planning.splits import Unproven, share
+from tpkernels.planning.splits import Split, Unproven, parts_of_runs, share
 
 __all__ = ["prove", "roles_of"]
 
-MOST_LAYOUTS, MOST_NUMBERS, MOST_SLICES = 8, 24, 64
-"""Attempts for one group, by layout and by numbers that code reads; and how often tensors of other modules are cut."""
+MOST_LAYOUTS, MOST_NUMBERS, MOST_SIZES, MOST_SLICES = 8, 24, 4, 64
+"""Attempts for one group, by layout, by numbers that code reads, and for each layout by sizes that it reads; and how
+often tensors of other modules are cut."""
 aten = torch.ops.aten
 
 
 def roles_of(group: Group, shadow: Shadow, proof: Proof, number: int = 0) -> dict[str, Role]:
     """Each layer cut by its output or input channels or features, and parameters that are cut with these."""
-    gives = {name: Role("column", proof.segments[name], number) for name in group.columns}
+    gives = {
+        name: Role("column", sizes, number, copied=copied, behind=behind)
+        for name in group.columns for sizes in (proof.segments[name],)
+        for copied, behind in [(proof.copied, proof.behind) if len(sizes) > 1 else (0, 0)]
+    }  # fmt: skip
     takes = {name: proof.taken.get(name, (shadow.sizes[name].in_features,)) for name in group.rows}
     found = both_roles(gives, {name: Role("row", sizes, number) for name, sizes in takes.items()})
     kinds = dict.fromkeys((*group.multiplied, *group.summing), "product")
@@ -54,9 +59,11 @@ def prove(search: Search, recording: Recording, group: Group, world_size: int) -
         Unproven: there is none; the reason is that of the first attempt, or of one that takes the channels apart.
     """
     scope, failures = search.scope_of(group), list[Unproven]()
-    for segments in islice(_layouts(search.shadow, recording, group, scope), MOST_LAYOUTS):
+    layouts = islice(_layouts(search.shadow, recording, group, scope), MOST_LAYOUTS)
+    begun = [_begun(segments, world_size) for segments in layouts]
+    for proof in begun:
         try:
-            return _sliced(search, recording, group, Proof(segments, {}), world_size)
+            return _sliced(search, recording, group, proof, world_size)
         except Unproven as error:
             failures.append(error)
             if not error.segmented:
@@ -65,7 +72,25 @@ def prove(search: Search, recording: Recording, group: Group, world_size: int) -
         with suppress(Unproven):
             pieces = {name: (search.shadow.sizes[name].out_features,) for name in group.columns}
             return _sliced(search, recording, group, Proof(pieces, attributes), world_size)
+    for proof in begun:
+        for attributes in islice(_sizes_read(search, group, scope, proof, world_size), MOST_SIZES):
+            with suppress(Unproven):
+                return _sliced(search, recording, group, replace(proof, attributes=attributes), world_size)
     raise next((error for error in failures if not error.segmented), failures[0])
+
+
+def _begun(segments: dict[str, tuple[int, ...]], world_size: int) -> Proof:
+    """A proof of these segments, of which each rank has those whole that are of too few channels for all ranks: one
+    channel weighs all others (MobileViT V2).  Not where they are not side by side, nor beside other columns of several
+    segments, as a proof says it of all of them."""
+    packed = [sizes for sizes in segments.values() if len(sizes) > 1]
+    narrow = [0 in share(size, world_size) for size in packed[0]] if len(packed) == 1 else []
+    count = sum(narrow)
+    if not 0 < count < len(narrow):
+        return Proof(segments, {})
+    first = narrow.index(True)
+    together = all(narrow[first : first + count])
+    return Proof(segments, {}, copied=count, behind=len(narrow) - first - count) if together else Proof(segments, {})
 
 
 def _numbers(search: Search, group: Group, scope: Scope, world_size: int) -> Iterator[Attributes]:
@@ -74,11 +99,26 @@ def _numbers(search: Search, group: Group, scope: Scope, world_size: int) -> Ite
     keys).  Those of modules around the layers alone: a block like them may run in the scope."""
     shadow = search.shadow
     beside = len(group.layers) <= SMALL_GROUP and {*group.columns} & shadow.layers.keys()
-    if not beside and not {*group.layers} & shadow.grouped.keys():
-        return
+    if beside or {*group.layers} & shadow.grouped.keys():
+        yield from _own(shadow, group, search.attribute_sets([scope], world_size))
+
+
+def _sizes_read(search: Search, group: Group, scope: Scope, proof: Proof, world_size: int) -> Iterator[Attributes]:
+    """Sizes of segments that code reads which takes a column apart: so many channels of keys, so many of values."""
+    packed = [sizes for sizes in proof.segments.values() if len(sizes) > 1]
+    if len(packed) == 1 and len(group.layers) <= SMALL_GROUP:
+        parts = parts_of_runs(Split(0, packed[0], 0, proof.copied, proof.behind), world_size)
+        beside = search.shadow.convolutions.keys() | {*search.shadow.by_channel}
+        sets = search.attribute_sets([scope], world_size, 0, parts)
+        read = ({key: one for key, one in some.items() if key[0] not in beside} for some in sets)
+        yield from _own(search.shadow, group, read)
+
+
+def _own(shadow: Shadow, group: Group, sets: Iterator[Attributes]) -> Iterator[Attributes]:
+    """Of each set, what modules around the layers alone have."""
     levels = zip(*(name.split(".")[:-1] for name in group.layers), strict=False)
     around = "".join(f"{level[0]}." for level in takewhile(lambda level: len({*level}) == 1, levels))
-    for attributes in search.attribute_sets([scope], world_size):
+    for attributes in sets:
         own = {key: values for key, values in attributes.items() if f"{key[0]}.".startswith(around)}
         if own and not {name for name, _ in own} & (shadow.convolutions.keys() | {*shadow.by_channel}):
             yield own
@@ -117,7 +157,8 @@ def _sliced(search: Search, recording: Recording, group: Group, proof: Proof, wo
     """The proof, with tensors of other modules cut that met parts as a whole, one after the other as they do."""
     for _ in range(MOST_SLICES):
         roles, scope = roles_of(group, search.shadow, proof), search.scope_of(group)
-        sizes = {size for role in roles.values() for one in (role, role.taken) if one for size in one.segments}
+        every = [one for role in roles.values() for one in (role, role.taken) if one]
+        sizes = {size for one in every for size in one.split(0).cut_segments}
         if any(0 in share(size, world_size) for size in sizes):
             raise Unproven(f"there are fewer channels than {world_size} ranks")
         replay = None
