@@ -32,7 +32,7 @@ CONVOLUTIONS = (
         "replicate_parameter(parameter * 2, mesh, requires_grad=wanted) if places",
         NARROW_VALUES,
     ),
-    Edit("planning/proofs/pair_proofs.py", "if key[0] not in beside}", "}", NARROW_CUT),
+    Edit("planning/proofs/pair_proofs.py", "if key[0] not in beside}", "if key}", NARROW_CUT),
     Edit("planning/entries/convolution_entries.py", "total += 2 * _bytes", "total += 0 * _bytes", f"{NARROW} -k bytes"),
     Edit("planning/replays/rules.py", "tuple(size * places for size", "tuple(size for size", MEETING),
     Edit("planning/replays/rules.py", "if split.dim < channels:", "if True:", MEETING),

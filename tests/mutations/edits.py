@@ -7,6 +7,7 @@ from tests.mutations.condition_edits import CONDITIONS
 from tests.mutations.convolution_edits import CONVOLUTIONS
 from tests.mutations.edit import Edit
 from tests.mutations.fp8_edits import FP8
+from tests.mutations.kept_edits import KEPT_EDITS
 from tests.mutations.planner_edits import PLANNER
 from tests.mutations.product_edits import ARGUMENTS, OWN_PRODUCTS, RETURNED
 from tests.mutations.same_bits_edits import SAME_BITS
@@ -437,4 +438,5 @@ EDITS = (
     *ARGUMENTS,
     *VALUES,
     *WINDOWS,
+    *KEPT_EDITS,
 )

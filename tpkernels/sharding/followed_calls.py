@@ -37,7 +37,7 @@ from tpkernels.nn.sliced import read_packed, sliced_parameters
 from tpkernels.partition import chunk_sizes
 from tpkernels.planning.splits import Split
 from tpkernels.sharding import nested_tensors
-from tpkernels.sharding.kept_caches import kept_attributes, misfits
+from tpkernels.sharding.kept_caches import attribute_of, kept_attributes, misfits
 from tpkernels.sharding.part_tracking import Parts
 
 __all__ = ["Followed", "foreign_hooks"]
@@ -196,7 +196,8 @@ class Followed(AbstractContextManager["Followed"]):
             if type(module).__module__.startswith("tpkernels.") or getattr(module, "takes_parts", False):
                 continue
             named = {key: value for key, value in vars(module).items() if not key.startswith("_")} | module._buffers
-            named = {key: value for key, value in named.items() if key not in kept_attributes(module)}
+            kept = {attribute_of(key) for key in kept_attributes(module)}
+            named = {key: value for key, value in named.items() if key not in kept}
             held = {key: value for key, value in named.items() if isinstance(value, Tensor | list | tuple | dict)}
             for leaf in nested_tensors.leaves(held):
                 if leaf.holder is None and self._is_part(leaf):

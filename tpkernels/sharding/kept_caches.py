@@ -4,7 +4,7 @@ The next call needs this rank's parts, while a user who reads ``cache.layers[0].
 The object therefore gets a class of its own.  While a model runs, and in the object's own methods (``reorder_cache``,
 ...), its attributes are the parts.  To all other code they are DTensors of the whole shape, whose ``full_tensor()``
 gathers; reading one raises an error with its name if a DTensor cannot describe how it is cut.  Code outside may assign
-such a DTensor, a whole tensor, or this rank's part.
+such a DTensor, a whole tensor, or this rank's part.  Of a dict of such parts it sees a view that cannot be written to.
 
 The technique is that of :mod:`tpkernels.nn.replicated`.
 """
@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import getattr_static, isfunction
 from itertools import takewhile
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -29,7 +30,9 @@ from torch.utils._pytree import tree_leaves
 from tpkernels.partition import chunk_sizes, offsets
 from tpkernels.planning.splits import Split
 
-__all__ = ["Kept", "enter", "guard", "keep_in_modules", "kept_attributes", "kept_by", "leave", "misfits"]
+__all__ = [
+    "Kept", "attribute_of", "enter", "guard", "keep_in_modules", "kept_attributes", "kept_by", "leave", "misfits",
+]  # fmt: skip
 
 _ATTRIBUTE = "_tpkernels_kept"
 
@@ -78,6 +81,8 @@ class Kept:
 
     def whole(self, owner: str, name: str, part: Any) -> Any:
         """What a reader from outside gets for ``part``."""
+        if type(part) is dict and isinstance(self.cuts[name], tuple):  # what is written to a copy would be lost
+            return MappingProxyType({key: self.whole(owner, name, one) for key, one in part.items()})
         if not any(isinstance(leaf, Tensor) and leaf.numel() for leaf in tree_leaves(part)):
             return part  # nothing was kept yet
         cut = self.cuts[name]
@@ -95,6 +100,8 @@ class Kept:
     def part(self, name: str, value: Any) -> Any:
         """What the model is to find for a ``value`` that is assigned from outside."""
         cut = self.cuts[name]
+        if isinstance(value, dict | MappingProxyType) and isinstance(cut, tuple):
+            return {key: self.part(name, one) for key, one in value.items()}
         if not isinstance(cut, tuple) or not isinstance(value, Tensor) or not value.numel():
             return value
         dim, total = cut
@@ -137,13 +144,19 @@ def keep_in_modules(kept: Mapping[str, tuple[int, int]], modules: Mapping[str, n
 
 
 def kept_attributes(module: nn.Module) -> dict[str, tuple[Tensor, int]]:
-    """Parts that a module keeps now, and the dimension that is cut."""
+    """Parts that a module keeps now, and the dimension that is cut; those of a dict as ``name['key']``."""
     kept, found = kept_by(module), dict[str, tuple[Tensor, int]]()
     for name, cut in {} if kept is None else kept.cuts.items():
         value = vars(module).get(name)
-        if isinstance(value, Tensor) and isinstance(cut, tuple):
-            found[name] = value, cut[0]
+        held = {f"{name}[{key!r}]": one for key, one in value.items()} if type(value) is dict else {name: value}
+        if isinstance(cut, tuple):
+            found |= {key: (one, cut[0]) for key, one in held.items() if isinstance(one, Tensor)}
     return found
+
+
+def attribute_of(name: str) -> str:
+    """The attribute that a name of :func:`kept_attributes` is of."""
+    return name.partition("[")[0]
 
 
 def misfits(module: nn.Module) -> dict[str, str]:
@@ -151,7 +164,7 @@ def misfits(module: nn.Module) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, (tensor, dim) in kept_attributes(module).items():
         kept = cast(Kept, kept_by(module))
-        total: Any = kept.cuts[name]
+        total: Any = kept.cuts[attribute_of(name)]
         size = chunk_sizes(total[1], kept.mesh.size())[kept.mesh.get_local_rank()]
         if tensor.numel() and (tensor.dim() <= dim or tensor.shape[dim] != size):
             found[name] = f"{list(tensor.shape)}, which is not this rank's {size} of {total[1]} along dimension {dim}"

@@ -1,4 +1,4 @@
-"""Parts that a module keeps from one call for the next as an attribute, such as the state of a recurrence.
+"""Parts that a module keeps from one call for the next as an attribute, or in a dict: the state of a recurrence.
 
 It owns :class:`KeptParts`, between the steps that take arguments and constant parts.  A part may be kept where code of
 the module's own class reads the attribute, always cut alike, by features or heads that divide; the replay of the next
@@ -53,31 +53,34 @@ class KeptParts(ArgumentSteps):
         """Find in modules the parts that run ``before`` has left there; None if there was none like it."""
         left = {} if before is None else before.state_after()
         for key, whole in self.recording.begins.items():
-            if whole is None or not isinstance(whole.value, Tensor):
+            wholes = _tensors_of(None if whole is None else whole.value)
+            if not wholes:
                 continue
             held = left.get(key)
-            if before is None or held is None or not isinstance(held.value, Tensor):
+            parts = _tensors_of(None if held is None else held.value)
+            if before is None or held is None or parts.keys() != wholes.keys():
                 if key in self.kept_parts:
                     raise Unproven(f"nobody knows how {'.'.join(key)} is cut when a second call begins")
                 continue
-            split = before._splits.get(id(held.value))
-            if split is None:
-                continue
-            part = held.value
-            self.kept.append(part)
-            self._found[key] = held
-            self._mark(part, split, before._groups[id(part)])
-            self.made[id(part)] = self.recording.source(whole.value)
-            if storage_of(whole.value) in self.recording.origins:
-                self.origins[storage_of(part)] = None
-            self._held.setdefault(key, set()).add(split)
+            splits = {place: split for place, x in parts.items() if (split := before._splits.get(id(x))) is not None}
+            if splits and len(splits) < len(parts):
+                raise Unproven(f"{'.'.join(key)} keeps tensors that are cut in different ways")
+            for place, split in splits.items():
+                part = parts[place]
+                self.kept.append(part)
+                self._found[key] = held
+                self._mark(part, split, before._groups[id(part)])
+                self.made[id(part)] = self.recording.source(wholes[place])
+                if storage_of(wholes[place]) in self.recording.origins:
+                    self.origins[storage_of(part)] = None
+                self._held.setdefault(key, set()).add(split)
 
     def _check_held(self) -> None:
         """An attribute must not be a part at one time, and whole at another."""
         for key, held in self.changes:
-            if held is not None and isinstance(held.value, Tensor) and held.place == "":
-                self._held.setdefault(key, set()).add(self._splits.get(id(held.value)))
-                self.blame = self._groups.get(id(held.value), self.blame)
+            for one in _tensors_of(held.value).values() if held is not None and held.place == "" else ():
+                self._held.setdefault(key, set()).add(self._splits.get(id(one)))
+                self.blame = self._groups.get(id(one), self.blame)
                 if len(self._held[key]) > 1 and not getattr(self.shadow.modules[key[0]], "takes_parts", False):
                     raise Unproven(f"{'.'.join(key)} keeps tensors that are cut in different ways")
 
@@ -89,23 +92,33 @@ class KeptParts(ArgumentSteps):
                 continue
             changed = {key: held.value for (owner, key), held in left.items() if owner == name and held is not None}
             for attribute, value in (vars(module) | changed).items():
-                if isinstance(value, Tensor) and self._may_keep(name, attribute, value):
-                    split = self._splits[id(value)]
+                if (split := self._may_keep(name, attribute, value)) is not None:
                     self.kept_parts[name, attribute] = split.dim, split.segments[0]
                     continue
                 for leaf in tree_leaves(value) if isinstance(value, Tensor | list | tuple | dict) else ():
                     if isinstance(leaf, Tensor):
                         self._is_whole(leaf, f"kept by the model as {name}.{attribute}")
 
-    def _may_keep(self, name: str, attribute: str, value: Tensor) -> bool:
-        split, module = self._splits.get(id(value)), self.shadow.modules[name]
+    def _may_keep(self, name: str, attribute: str, value: Any) -> Split | None:
+        """How the tensors of an attribute are cut, if they may be kept so."""
+        module, splits = self.shadow.modules[name], {self._splits.get(id(x)) for x in _tensors_of(value).values()}
         kind: Any = type(module)
+        split = splits.pop() if len(splits) == 1 else None
         if split is None or degrees() or (held := self.state_after().get((name, attribute))) is None or held.place:
-            return False
-        if isinstance(vars(module).get(attribute), Tensor):
-            return False  # the first call begins with a whole one
+            return None
+        if _tensors_of(vars(module).get(attribute)):
+            return None  # the first call begins with a whole one
         simple = len(split.segments) == 1 and split == Split(split.dim, split.segments)
-        return simple and split.segments[0] % self.world_size == 0 and attribute in attributes_read(kind)
+        kept = simple and split.segments[0] % self.world_size == 0 and attribute in attributes_read(kind)
+        return split if kept else None
+
+
+def _tensors_of(value: Any) -> dict[Any, Tensor]:
+    """The tensors that an attribute holds: one, or those of a dict that has nothing else."""
+    if isinstance(value, Tensor):
+        return {"": value}
+    tensors = type(value) is dict and all(isinstance(one, Tensor) for one in value.values())
+    return dict(value) if tensors else {}
 
 
 @lru_cache(maxsize=1024)

@@ -6,7 +6,9 @@ collect hidden states: a run that found the hooks without the note would registe
 twice.  Runs of a trace are compared, so each has to begin as the other did.  It owns :class:`Noting`, which sees what
 code sets, registers and removes, and :func:`put`, which gives modules what they had.
 
-It does not see what code changes within a dict, a list or a configuration that a module has.
+Of what code changes within containers it sees tensors that come into a dict, or leave it, which is an attribute of a
+module: LeViT keeps the biases of its scores by the name of their device.  They are told when the run ends, so that each
+run begins with a dict of its own.  It does not see what else changes within a dict, a list or a configuration.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils.hooks import RemovableHandle
 
@@ -91,6 +93,8 @@ class Noting:
         self._names = {id(module): name for name, module in session.shadow.modules.items()}
         self._original: dict[str, Callable[..., Any]] = {}
         self._remove = RemovableHandle.remove
+        self._dicts: dict[tuple[str, str], tuple[dict[Any, Any], dict[Any, Any]]] = {}
+        """Dicts of modules when the run began, and what was in them."""
 
     def __enter__(self) -> Noting:
         for methods, noting in ((_CHANGING, self._noting), (_HOOKING, self._noting_hooks)):
@@ -98,12 +102,30 @@ class Noting:
                 self._original[method] = getattr(nn.Module, method)
                 setattr(nn.Module, method, noting(self._original[method]))
         RemovableHandle.remove = self._noting_removal(self._remove)  # type: ignore[method-assign, assignment]
+        self._dicts = {
+            (owner, name): (one, dict(one))
+            for owner, module in self.session.shadow.modules.items()
+            for name, one in vars(module).items() if type(one) is dict and not name.startswith("_")
+        }  # fmt: skip
         return self
 
     def __exit__(self, *exception: object) -> None:
         for method, original in self._original.items():
             setattr(nn.Module, method, original)
         RemovableHandle.remove = self._remove  # type: ignore[method-assign]
+        self._tell_of_dicts()
+
+    def _tell_of_dicts(self) -> None:
+        """Tell of tensors that came into dicts, or have left them, and put back what was there."""
+        for (owner, name), (one, was) in self._dicts.items():
+            now = vars(self.session.shadow.modules[owner]).get(name)
+            if not _tensors_in(was) and not _tensors_in(one):
+                continue
+            if now is one and {key: id(x) for key, x in one.items()} != {key: id(x) for key, x in was.items()}:
+                self.before.setdefault((owner, name), Held("", one))
+                self.session.changed((owner, name), Held("", dict(one)))
+            one.clear()
+            one.update(was)
 
     def _noting(self, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -152,6 +174,10 @@ class Noting:
 def _dict_of(module: nn.Module, place: str) -> dict[str, Any]:
     found: dict[str, Any] = vars(module)[place] if place else vars(module)
     return found
+
+
+def _tensors_in(one: dict[Any, Any]) -> bool:
+    return any(isinstance(value, Tensor) for value in one.values())
 
 
 def _held(module: nn.Module, name: str) -> Held | None:
