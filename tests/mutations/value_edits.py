@@ -27,7 +27,7 @@ VALUES = (
     ),
     Edit("nn/part_maxima.py", "dy * ctx.saved_tensors[0]", "dy + 0 * ctx.saved_tensors[0]", f"{MAXIMA} -k values"),
     Edit(STEPS, "self.maxima.keys() & self._other_maxima", "()", f"{MAXIMA} -k leave_the_layers"),
-    Edit(STEPS, "self._summed.add(id(out))", "pass", f"{MAXIMA} -k leave_the_layers"),
+    Edit(STEPS, "self._summed.add(id(out))", "pass", f"{MAXIMA} -k values"),
     Edit(STEPS, "not self.is_near(self._groups[id(x)], module)", "False", f"{MAXIMA} -k leave_the_layers"),
     Edit(REPEATS, "pieces == {runs[dim]}", "False", f"{MAXIMA} -k values"),
     Edit(REPEATS, "found[dim] = found.get(dim, 1) * runs[one]", "found[dim] = 5", f"{MAXIMA} -k values"),

@@ -40,6 +40,7 @@ class Fused(nn.Module):
             nn.Linear(WIDTH, HEADS * SIZE) for _ in range(4)
         )
         self.image_out, self.text_out = (nn.Linear(HEADS * SIZE, WIDTH) for _ in range(2))
+        self.share = nn.Parameter(torch.tensor(0.5))
         self.elsewhere: list[Largest] = []
 
     def split(self, x: Tensor) -> Tensor:
@@ -56,7 +57,7 @@ class Fused(nn.Module):
         for module in self.elsewhere:
             scores = module(scores)
         largest = scores.max()
-        scores = torch.clamp(scores - 0.5 * largest, min=-0.3, max=50000)
+        scores = torch.clamp(scores - self.share * largest, min=-0.3, max=50000)
         backward = scores.transpose(1, 2)
         backward = (backward - torch.max(backward, dim=-1, keepdim=True)[0]).softmax(-1)
         hidden = text[..., 0] > 0.5
