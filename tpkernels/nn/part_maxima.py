@@ -58,7 +58,7 @@ class _Largest(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         return dy * ctx.saved_tensors[0], None
 
 
