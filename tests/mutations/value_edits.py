@@ -1,4 +1,4 @@
-"""Seeded faults of sizes that depend on values, and of what is taken over all elements, as edits of one line."""
+"""Seeded faults of sizes that depend on values, of maxima, and of tables with idle twins, as edits of one line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,16 @@ SIZES, KNOWN, MAXIMA = (f"tests/planning/test_{name}.py" for name in ("sizes_of_
 OPAQUE, ANSWERS = "planning/runs/opaque_modules.py", "planning/runs/fake_answers.py"
 REPEATS, STEPS = "sharding/repeats.py", "planning/replays/maximum_steps.py"
 
+TIED = "tests/planning/test_tied_groups.py"
+
 VALUES = (
+    Edit(
+        "planning/alone/ties.py",
+        "name in called and not any(other in called for other in others)",
+        "name in called",
+        TIED,
+    ),
+    Edit("planning/planner.py", "Chosen(Features(True),", "Chosen(Features(),", TIED),
     Edit(OPAQUE, "if not _alike_but_for_sizes(first, run)]", "if run is None]", f"{SIZES} -k few_rows"),
     Edit(OPAQUE, 'opened = {"", call.method} if', "opened = set() if", f"{SIZES} -k sizes_of_values_is_cut"),
     Edit(ANSWERS, "FEW = (0, 1)", "FEW = ()", f"{SIZES} -k few_rows"),

@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tpkernels as tpk
-from tests.nn.reference import LIMIT_S
+from tests.nn.reference import LIMIT_S, tp_mesh
 from tests.planning.by_value import problems
-from tpkernels.planning.styles import Column, Row
+from tpkernels.planning.styles import Column, Features, Row
 from tpkernels.testing.spawn import Pools
 
-WIDTH = 8
+WIDTH, HEADS = 12, 6
 X = torch.zeros(3, WIDTH)
 GIVEN_UP = ("read whole", "packed", "norm", "gain", "row for a column", "not called")
 
@@ -98,3 +98,56 @@ def by_value() -> list[str]:
 def test_they_compute_and_train_as_unsharded_and_stay_one_weight(ranks: Pools, world: int) -> None:
     for found in ranks(world).run(by_value, timeout=LIMIT_S):
         assert not found, found[:5]
+
+
+class Biased(nn.Module):
+    """Attention with a relative bias per head, whose table another module holds as well, as UDOP's stacks do."""
+
+    def __init__(self, how: str = "idle") -> None:
+        super().__init__()
+        self.how = how
+        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.table = nn.Embedding(HEADS, HEADS)
+        self.other = nn.Linear(HEADS, HEADS, bias=False) if how == "no table" else nn.Embedding(HEADS, HEADS)
+        self.other.weight = self.table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(x.shape[1])
+        distances = (places[:, None] - places).abs().clamp(max=HEADS - 1)
+        bias = self.table(distances).permute(2, 0, 1)[None]
+        if self.how == "called":
+            bias = bias + self.other(distances).permute(2, 0, 1)[None]
+        q, k, v = (
+            one(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for one in (self.query, self.key, self.value)
+        )
+        weights = (q @ k.transpose(2, 3) + bias).softmax(-1)
+        y: Tensor = self.out((weights @ v).transpose(1, 2).flatten(2))
+        return y
+
+
+@pytest.mark.cpu
+def test_a_table_is_cut_with_heads_where_nothing_calls_the_others_of_its_weight() -> None:
+    rows = torch.zeros(2, 5, WIDTH)
+    plan = tpk.make_plan(Biased(), 2, example_inputs=rows)
+    assert plan["table"].style == Features() and plan["other"].style == Features(gather_output=True)
+    assert plan["query"].style == Column() and plan["out"].style == Row()
+    for how in ("called", "no table"):
+        plan = tpk.make_plan(Biased(how), 2, example_inputs=rows)
+        assert plan["table"].style != Features() and plan["query"].style != Column(), how
+
+
+def tables_by_value() -> list[str]:
+    torch.manual_seed(3)
+    rows = torch.randn(2, 5, WIDTH, dtype=torch.float64)
+    wrong = problems("tied table", Biased(), rows, "out")
+    model = tpk.parallelize(Biased().double(), tp_mesh(), example_inputs=rows)
+    numbers = torch.arange(4)
+    whole = model.other(numbers)  # who calls it after all gets whole rows
+    same = model.table.weight is model.other.weight and whole.shape == (4, HEADS)
+    return wrong + ([] if same and torch.equal(whole, tpk.full_state_dict(model)["table.weight"][:4]) else ["untied"])
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("world", [2, 3])
+def test_tied_tables_compute_and_train_as_the_unsharded_ones(ranks: Pools, world: int) -> None:
+    assert ranks(world).run(tables_by_value, timeout=LIMIT_S) == [[]] * world

@@ -19,7 +19,7 @@ from tpkernels.nn.parameters import tp_mesh
 from tpkernels.planning.alone.convolutions import convolution_choices
 from tpkernels.planning.alone.kept_layers import kept_layers
 from tpkernels.planning.alone.single_layers import by_rule, sums_its_gradient
-from tpkernels.planning.alone.ties import tied_modules, untie
+from tpkernels.planning.alone.ties import idle_twins, tied_modules, untie
 from tpkernels.planning.alone.whole_in_out import READ, attention_choices, check_experts, experts_choices
 from tpkernels.planning.entries.fused_norms import find_fused_norms
 from tpkernels.planning.entries.plan import NO_DATA_FLOW, STRATEGIES, ShardingPlan
@@ -297,19 +297,17 @@ class _Planner:
         return (f"{NO_DATA_FLOW}{self.observation.problem}; layers are taken one by one{but}",)
 
     def _from_data_flow(self, kept: Mapping[str, str]) -> None:
-        assert self.observation is not None
+        assert self.observation is not None and self.observation.recording is not None
         excluded = {name: reason for name, reason in kept.items() if "fewer features" not in reason}
-        excluded |= {
-            name: "has a tied weight"
-            for name in self._tied()
-            if name not in self.twins and (name in self.layers or self._by_channels(name))
-        }
+        idle = idle_twins(self.modules, self.layers, self.observation.recording.layer_rows)
+        free = {*self.twins, *({} if degrees() else idle)}
+        may_be = {name for name in self._tied() if name in self.layers or self._by_channels(name)} - free
+        excluded |= dict.fromkeys(may_be, "has a tied weight")
         excluded |= seen_elsewhere(self.observation, self.model)
         excluded |= {name: OWN_CODE for name in self.layers if own_base(self.modules[name]) in self.by_itself}
         loose, overridden = roles_asked_for(self.forced, self.layers, self.world_size)
         excluded |= overridden
         style: Style
-        assert self.observation.recording is not None
         hidden = [  # also where no guess of the values reaches them
             f"{name} is inside of a module that needs values of tensors"
             for name in loose if name in self.observation.recording.rows_unknown
@@ -333,9 +331,8 @@ class _Planner:
         self.attributes |= numbers_by_channel(self.decision, self.observation.shadow, self.world_size)
         for name, other in self.decision.adapters.items():
             if nn.Linear not in self.by_itself:  # one that stays whole would take a part of the sequence
-                half = Replicate(
-                    distributed=type(self.modules[name]) is nn.Linear
-                )  # mergers multiply it with the other
+                # Mergers multiply a linear layer with the other.
+                half = Replicate(distributed=type(self.modules[name]) is nn.Linear)
                 self.chosen.setdefault(name, Chosen(half, "data flow", f"small beside {other}, which is cut"))
         for group, proof in self.decision.proven.items():
             self.feeders |= {*group.feeders, *group.summed, *proof.feeders}
@@ -347,6 +344,8 @@ class _Planner:
                 reason = f"{proof.each(self.world_size)}, up to {rows}"
                 if self.layers[name].kind == "embedding":
                     style = Features()
+                    for twin in idle.get(name, ()):
+                        self.chosen.setdefault(twin, Chosen(Features(True), "data flow", f"tied to {name}, and idle"))
                 if name in proof.copies:
                     copies, sizes = proof.copies[name], proof.segments[name]
                     style, why = copies.style(sizes, proof.unit(sizes[0])), copies.reason(self.world_size)

@@ -8,13 +8,15 @@ from torch import nn
 
 from tpkernels.planning.entries.plan_entries import Chosen
 from tpkernels.planning.modules.layers import Layer
-from tpkernels.planning.styles import Column, Replicate, Row, Style, Vocabulary
+from tpkernels.planning.styles import Column, Features, Replicate, Row, Style, Vocabulary
 
-__all__ = ["tie_kind", "tied_modules", "untie"]
+__all__ = ["idle_twins", "tie_kind", "tied_modules", "untie"]
 
 
 def tie_kind(style: Style) -> int | None:
     """Which dimension of a weight is cut, in one piece and by elements: layers of one kind can share one weight."""
+    if isinstance(style, Features):
+        return 1
     if isinstance(style, Row):
         return 1 if style.unit == 1 and not style.segments else None
     rows = isinstance(style, Vocabulary) or (isinstance(style, Column) and not style.segments and style.unit == 1)
@@ -28,6 +30,19 @@ def tied_modules(modules: Mapping[str, nn.Module]) -> dict[str, list[str]]:
         for parameter in module.parameters(recurse=False):
             owners.setdefault(id(parameter), []).append(name)
     return {name: names for names in owners.values() if len(names) > 1 for name in names}
+
+
+def idle_twins(
+    modules: Mapping[str, nn.Module], layers: Mapping[str, Layer], called: Container[str]
+) -> dict[str, list[str]]:
+    """Tables that are called and share their weight with tables that are not, with these: they may be cut like it."""
+    found: dict[str, list[str]] = {}
+    for name, owners in tied_modules(modules).items():
+        others = [owner for owner in owners if owner != name]
+        tables = all(owner in layers and layers[owner].kind == "embedding" for owner in owners)
+        if tables and name in called and not any(other in called for other in others):
+            found[name] = others
+    return found
 
 
 def untie(
