@@ -22,8 +22,9 @@ VALUES = (
     Edit("planning/planner.py", "Chosen(Features(True),", "Chosen(Features(),", TIED),
     Edit(OPAQUE, "if not _alike_but_for_sizes(first, run)]", "if run is None]", f"{SIZES} -k few_rows"),
     Edit(OPAQUE, 'opened = {"", call.method} if', "opened = set() if", f"{SIZES} -k sizes_of_values_is_cut"),
+    Edit(OPAQUE, "if not first.others:", "if False:", f"{SIZES} -k no_size"),
     Edit(ANSWERS, "FEW = (0, 1)", "FEW = ()", f"{SIZES} -k few_rows"),
-    Edit(ANSWERS, "return not (args[0].is_floating_point() or", "return not (False or", f"{SIZES} -k fraction"),
+    Edit(ANSWERS, "return not (args[0].is_floating_point() or", "return not (False or", f"{SIZES} -k no_size"),
     Edit(
         "planning/runs/known_values.py",
         "self._given = {id(tensor) for tensor, _ in given}",

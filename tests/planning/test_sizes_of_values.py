@@ -41,7 +41,7 @@ class Finder(nn.Module):
         if self.how == "a length":
             length = (scores > 0).sum().clamp_min(1)
             return x.flatten(0, 1)[: int(length)]
-        if self.how == "a fraction" and scores.mean().item() > 0:
+        if self.how == "a fraction" and scores.mean().item() < 0:
             return x.flatten(0, 1)
         return x[tuple(torch.nonzero(scores > 0).t())]
 
@@ -52,6 +52,8 @@ class Model(nn.Module):
         self.finder, self.second, self.third, self.how = Finder(how), Mlp(), Mlp(), how
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.how == "a number":
+            return self.third(x if int((x > 0).sum()) > 5 else -x)  # type: ignore[no-any-return]
         rows = self.finder(x)
         if self.how == "the model asks":
             rows = rows[: int((rows > 0).sum().clamp_min(1))]
@@ -91,8 +93,9 @@ def test_a_part_is_not_asked() -> None:
 
 
 @pytest.mark.cpu
-def test_a_fraction_is_no_size() -> None:
-    plan = tpk.make_plan(Model("a fraction"), 2, example_inputs=X.float())
+@pytest.mark.parametrize("how", ["a fraction", "a number"])
+def test_what_is_no_size_is_not_guessed(how: str) -> None:
+    plan = tpk.make_plan(Model(how), 2, example_inputs=X.float())
     assert plan.fallback.startswith("no data flow") and not isinstance(plan["third.down"].style, Row)
 
 

@@ -16,7 +16,7 @@ guessed, and what has a size of them has another in each guess, as it has in cal
 must agree but for sizes; without any rows, or with a single one, the model may do something else, or not run at all.
 Each recording is proven by itself: a rank must ask about whole tensors, which have the same values on all.  As with the
 sizes of inputs, code that does something else from some number on is not seen, nor what it does where one module finds
-nothing and another does.  Who asks for a fraction does not mean a size.
+nothing and another does.  Who asks for a fraction does not mean a size, nor one who makes no size of what is told.
 
 A module that asks for a condition, one truth value, is opaque only from there on, and no guess is needed: it is
 recorded on every path (:mod:`tpkernels.planning.runs.conditions`).  It becomes opaque as a whole if that fails.
@@ -213,6 +213,8 @@ def _agreed(shadow: Shadow, call: Example, after: Recording | None, turns: Turns
     shadow.guess = first.guess
     first.others = _compare(first, runs)
     if first.asked_openly:
+        if not first.others:
+            raise _Close("", ValueError("what the model runs depends on the values of tensors, and no size does"))
         few = _with_few(shadow, call, after, turns, first.guess)
         first.others += [run for run in few if not _alike_but_for_sizes(first, run)]
         shadow.guess = first.guess
