@@ -54,12 +54,6 @@ CHANGES: dict[str, dict[str, Any]] = {
         "backbone_config": {"model_type": "swin", "image_size": 640, "out_indices": [2, 3, 4]},
         "apply_layernorm_after_vision_backbone": False,
     },
-    # The experts have no default: those of Gemma 4 26B-A4B, whose other sizes the default has.
-    "diffusion_gemma": {
-        "text_config.num_experts": 128,
-        "text_config.top_k_experts": 8,
-        "text_config.moe_intermediate_size": 704,
-    },
     # 4096 features over 32 heads.
     **{key: {"head_dim": 128} for key in ("hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text")},
     "hunyuan_vl": {"text_config.head_dim": 128},

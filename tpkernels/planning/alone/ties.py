@@ -14,11 +14,11 @@ __all__ = ["idle_twins", "tie_kind", "tied_modules", "untie"]
 
 
 def tie_kind(style: Style) -> int | None:
-    """Which dimension of a weight is cut, in one piece and by elements: layers of one kind can share one weight."""
-    if isinstance(style, Features):
-        return 1
+    """In which way a weight is cut, in one piece and by elements: layers of one kind can share one weight."""
     if isinstance(style, Row):
         return 1 if style.unit == 1 and not style.segments else None
+    if isinstance(style, Features):
+        return 2  # of a table: its second dimension, which no linear layer shares with it
     rows = isinstance(style, Vocabulary) or (isinstance(style, Column) and not style.segments and style.unit == 1)
     return 0 if rows else None
 
@@ -75,8 +75,8 @@ def _untie_once(
         styles = {owner: chosen[owner].style for owner in owners if owner in chosen}
         are_layers = all(owner in layers or _is_idle(owner, modules, layers, direct) for owner in owners)
         kinds = {tie_kind(style) for style in styles.values()}
-        are_rows = kinds == {1} and len(styles) == len(owners)
-        alike = are_layers and (kinds <= {0} or are_rows)
+        by_second = kinds in ({1}, {2}) and len(styles) == len(owners)
+        alike = are_layers and (kinds <= {0} or by_second)
         conv = any(owner in layers and layers[owner].kind == "conv1d" for owner in owners)
         if alike and not conv:
             continue
