@@ -49,6 +49,7 @@ class MaximumCall(NamedTuple):
     """The first event behind it."""
     source: Any
     result: Any
+    dtype: torch.dtype
 
 
 class ProductCall(NamedTuple):

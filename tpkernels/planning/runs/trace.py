@@ -275,7 +275,7 @@ class Recording(Graph):
     def maximum_taken(self, x: Tensor, run: Callable[[], Tensor]) -> Tensor:
         start, source, y = len(self.events), self.source(x), run()
         if self.quiet is None:
-            self.maxima[start] = MaximumCall(self.innermost, len(self.events), source, self.source(y))
+            self.maxima[start] = MaximumCall(self.innermost, len(self.events), source, self.source(y), y.dtype)
         return y
 
     def product_taken(self, product: Product, run: Callable[[], Tensor]) -> Tensor:
