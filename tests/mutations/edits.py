@@ -8,6 +8,7 @@ from tests.mutations.convolution_edits import CONVOLUTIONS
 from tests.mutations.edit import Edit
 from tests.mutations.fp8_edits import FP8
 from tests.mutations.kept_edits import KEPT_EDITS
+from tests.mutations.norm_edits import NORMS
 from tests.mutations.planner_edits import PLANNER
 from tests.mutations.product_edits import ARGUMENTS, OWN_PRODUCTS, RETURNED
 from tests.mutations.same_bits_edits import SAME_BITS
@@ -437,6 +438,7 @@ EDITS = (
     *RETURNED,
     *ARGUMENTS,
     *VALUES,
+    *NORMS,
     *WINDOWS,
     *KEPT_EDITS,
 )

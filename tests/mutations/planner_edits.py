@@ -24,7 +24,6 @@ PICKING = "planning/replays/picking_rules.py"
 STATISTICS = "tests/planning/test_part_statistics.py"
 JOINED = "tests/planning/test_joined_groups.py"
 GATHERED = "tests/planning/test_gathered_arguments.py"
-RESPONSE = "tests/planning/test_response_norm.py"
 KEPT = "tests/planning/test_kept_parts.py"
 APART = "tests/planning/test_heads_apart.py -m cpu"
 CROSSED = "tests/planning/test_crossed_heads.py -m cpu"
@@ -247,27 +246,10 @@ PLANNER = (
     Edit("planning/modules/source_reads.py", 'node.func.id == "isinstance"', "False", f"{FOLLOWED} -k whoever"),
     Edit("planning/modules/source_reads.py", "return [node.left]", "return []", f"{FOLLOWED} -k whoever"),
     Edit(
-        "planning/modules/part_norms.py",
-        "((norm.centred or norm.response) and degrees())",
-        "False",
-        f"{HEADS} -k in_no_blocks",
-    ),
-    Edit(
         "planning/replays/gradients.py",
         '{f"{name}.weight", f"{name}.bias"}',
         '{f"{name}.weight"}',
         f"{HEADS} -k looks_so",
-    ),
-    Edit(
-        "planning/modules/part_norms.py", "norm.centred or norm.response", "norm.centred", f"{RESPONSE} -k in_no_blocks"
-    ),
-    Edit("planning/replays/replay.py", "x.dim() == 4 or not", "True or not", f"{RESPONSE} -k looks_like"),
-    Edit("planning/runs/row_counts.py", "known is not None and known.response", "False", f"{RESPONSE} -k of_all_ranks"),
-    Edit(
-        "nn/part_norm.py",
-        "copy_to_group(all_reduce(sizes, mesh), mesh)",
-        "all_reduce(sizes, mesh)",
-        f"{RESPONSE} -k values",
     ),
     Edit("planning/replays/kept_parts.py", "self._found[key] = held", "pass", f"{KEPT} -k for_its_next"),
     Edit("planning/replays/kept_parts.py", "attribute in attributes_read(kind)", "True", f"{KEPT} -k gathered"),
@@ -281,8 +263,6 @@ PLANNER = (
     Edit("sharding/outputs.py", "type(error) is RuntimeError", "type(error) is ValueError", f"{KEPT} -k what_to_do"),
     Edit("sharding/followed_calls.py", "misfits(module).items()", "dict[str, str]().items()", f"{KEPT} -k of_the_one"),
     Edit("sharding/kept_caches.py", "getattr(type(self)._unguarded, name)", "[][0]", f"{KEPT} -k of_the_one"),
-    Edit("nn/part_norm.py", "variances + (means - mean).square()", "variances", TRAINED),
-    Edit("nn/part_norm.py", "(moments, mesh)", "(moments, mesh, replicated_grad=True)", TRAINED),
     Edit("sharding/part_tracking.py", 'name == "all_gather" and not args[4]', "False", TRAINED),
     Edit(
         "nn/part_statistics.py",

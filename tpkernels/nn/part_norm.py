@@ -15,6 +15,8 @@ Layer norm (the feed-forward block of Kosmos-2.5, EVA-02)::
     v   = mean over ranks of v_r + (m_r - m) ** 2
     y_r = (x_r - m) / sqrt(v + epsilon) * weight_r + bias_r
 
+With ``channels_first`` (RF-DETR) rows are the places of images, of ``x_r`` ``[N, features_r, ...]``.
+
 Variances are joined as Chan, Golub and LeVeque do (1979), because the difference of the mean of squares and the square
 of the mean would cancel.
 
@@ -85,16 +87,18 @@ def layer_norm(
     x: Tensor,
     *,
     epsilon: float,
+    dim: int = -1,
     gathered: Callable[[Tensor], Tensor] = lambda moments: moments,
 ) -> Tensor:
-    """The equation above in the dtype of what is given; ``gathered`` makes ``[ranks, ..., 2]`` of this rank's mean and
-    variance of each row, ``[1, ..., 2]``."""
+    """The equation above in the dtype of what is given, whose features are dimension ``dim``; ``gathered`` makes
+    ``[ranks, ..., 2]`` of this rank's mean and variance of each row, ``[1, ..., 2]``."""
+    x = x.movedim(dim, -1)
     variance, mean = torch.var_mean(x, -1, correction=0)
     means, variances = gathered(torch.stack((mean, variance), -1).unsqueeze(0)).unbind(-1)
     mean = means.mean(0)
     variance = (variances + (means - mean).square()).mean(0)
     y = (x - mean.unsqueeze(-1)) * torch.rsqrt(variance + epsilon).unsqueeze(-1) * weight
-    return y if bias is None else y + bias
+    return (y if bias is None else y + bias).movedim(-1, dim)
 
 
 def response_norm(
@@ -114,13 +118,21 @@ def response_norm(
 
 
 def part_norm(
-    norm: nn.Module, group: GroupLike, *, epsilon: float, gate: str = "", centred: bool = False, response: bool = False
+    norm: nn.Module,
+    group: GroupLike,
+    *,
+    epsilon: float,
+    gate: str = "",
+    centred: bool = False,
+    response: bool = False,
+    channels_first: bool = False,
 ) -> nn.Module:
-    """The one of these that ``norm`` computes: a layer norm if ``centred``, a global response norm if ``response``."""
+    """The one of these that ``norm`` computes: a layer norm if ``centred``, of channels if ``channels_first``; a global
+    response norm if ``response``."""
     if response:
         return PartResponseNorm.from_norm(norm, group, epsilon=epsilon)
     if centred:
-        return PartLayerNorm.from_norm(norm, group, epsilon=epsilon)
+        return PartLayerNorm.from_norm(norm, group, epsilon=epsilon, channels_first=channels_first)
     return PartRMSNorm.from_norm(norm, group, epsilon=epsilon, gate=gate)
 
 
@@ -209,7 +221,8 @@ class PartRMSNorm(nn.Module):
 
 
 class PartLayerNorm(nn.Module):
-    """x and y ``[..., features_r]``: this rank's part of the last dimension, which divides over the ranks.
+    """x and y ``[..., features_r]``: this rank's part of the last dimension, which divides over the ranks; or with
+    ``channels_first`` ``[N, features_r, ...]``, its part of dimension 1.
 
     Examples:
         >>> norm = tpk.nn.PartLayerNorm.from_norm(nn.LayerNorm(8), mesh["tp"], epsilon=1e-5)
@@ -221,13 +234,14 @@ class PartLayerNorm(nn.Module):
     bias: nn.Parameter | None
     features: int
     epsilon: float
+    channels_first: bool
     _tpk_sliced = ("weight", "bias")
 
     def __init__(self) -> None:
         raise TypeError("PartLayerNorm is made by from_norm")
 
     @classmethod
-    def from_norm(cls, norm: nn.Module, group: GroupLike, *, epsilon: float) -> Self:
+    def from_norm(cls, norm: nn.Module, group: GroupLike, *, epsilon: float, channels_first: bool = False) -> Self:
         """The norm with the weight, and the bias if there is one, of ``norm``; ranks whose weights differ take the
         first one's, or raise.
 
@@ -244,7 +258,7 @@ class PartLayerNorm(nn.Module):
             raise ValueError(f"{features} features of a layer norm do not divide over {mesh.size()} ranks")
         module = cls.__new__(cls)
         nn.Module.__init__(module)
-        module.features, module.epsilon = features, epsilon
+        module.features, module.epsilon, module.channels_first = features, epsilon, channels_first
         for key in ("weight", "bias"):
             held = own.get(key)
             kept = None if held is None else shard_parameter(held, mesh, 0, requires_grad=held.requires_grad)
@@ -259,19 +273,22 @@ class PartLayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         mesh, weight = self.mesh, cast(Tensor, local(self.weight))
-        if x.shape[-1] != weight.shape[0]:
+        dim = 1 if self.channels_first else -1
+        if x.dim() <= max(dim, 0) or x.shape[dim] != weight.shape[0]:
             raise ValueError(
-                f"PartLayerNorm takes {weight.shape[0]} of {self.features} features here, got {x.shape[-1]}"
+                f"PartLayerNorm takes {weight.shape[0]} of {self.features} features in dimension {dim} here, got "
+                f"{list(x.shape)}"
             )
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         y = layer_norm(
             weight.to(dtype), None if self.bias is None else cast(Tensor, local(self.bias)).to(dtype), x.to(dtype),
-            epsilon=self.epsilon, gathered=lambda moments: all_gather(moments, mesh),
+            epsilon=self.epsilon, dim=dim, gathered=lambda moments: all_gather(moments, mesh),
         )  # fmt: skip
         return y.to(x.dtype)
 
     def extra_repr(self) -> str:
-        return f"features={self.features}, epsilon={self.epsilon}, bias={self.bias is not None}"
+        first = ", channels_first=True" if self.channels_first else ""
+        return f"features={self.features}, epsilon={self.epsilon}, bias={self.bias is not None}{first}"
 
 
 class PartResponseNorm(nn.Module):

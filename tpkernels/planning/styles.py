@@ -266,12 +266,14 @@ class Sliced:
 class PartNorm:
     """Replace an RMS norm over features that are cut by a :class:`tpkernels.nn.PartRMSNorm`, with its fields; a layer
     norm, which is ``centred``, by a :class:`tpkernels.nn.PartLayerNorm`, and a global ``response`` norm by a
-    :class:`tpkernels.nn.PartResponseNorm`."""
+    :class:`tpkernels.nn.PartResponseNorm`.  ``channels_first``: its features are dimension 1, of
+    ``[N, features, ...]``."""
 
     epsilon: float
     gate: str = ""
     centred: bool = False
     response: bool = False
+    channels_first: bool = False
 
 
 Style = Column | Row | CopiedHeads | Vocabulary | Features | Channels | Heads | Experts | Sliced | PartNorm | Replicate

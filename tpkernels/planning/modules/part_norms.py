@@ -4,13 +4,15 @@ It owns the candidates.  One is a module with a single parameter, a vector, or t
 nothing else: with queries or keys (OLMo 2), or with what goes into a row layer (BitNet, Kosmos-2.5); or with that and a
 gate (Mamba 2).  Where the replay meets it with a part, it must be RMS norm (:func:`find_rms`), layer norm or, with two
 parameters ``[1, 1, 1, features]``, global response norm (ConvNeXt V2) by what its own code computes on numbers; the
-call is then one step, and sums over the features are made over the ranks.
+call is then one step, and sums over the features are made over the ranks.  Features are the last dimension, or, of a
+layer norm, dimension 1 (the channels of images, in RF-DETR).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -53,6 +55,16 @@ class KnownNorm(NamedTuple):
     """Layer norm."""
     response: bool = False
     """Global response norm."""
+    channels_first: bool = False
+    """Its features are dimension 1, and others follow: ``[N, features, ...]``."""
+
+    def dim_in(self, shape: Sequence[int]) -> int:
+        """Of the features, in a tensor of this shape."""
+        return 1 if self.channels_first else len(shape) - 1
+
+    def rows_in(self, shape: Sequence[int]) -> int:
+        """How many sums there are in a tensor of this shape: one per row, or per image."""
+        return shape[0] if self.response else prod(shape) // max(1, shape[self.dim_in(shape)])
 
 
 def may_be_norm(module: nn.Module) -> bool:
@@ -79,31 +91,41 @@ def find_norms(modules: Mapping[str, nn.Module], calls: Iterable[NormCall]) -> d
     """
     numbers: dict[str, set[float]] = {}
     given: dict[str, set[int]] = {}
+    lengths: dict[str, set[int]] = {}
     for call in calls:
         numbers.setdefault(call.name, set()).update(call.numbers)
         given.setdefault(call.name, set()).add(len(call.sources))
+        lengths.setdefault(call.name, set()).add(len(call.shape))
     known: dict[Any, KnownNorm | str] = {}
     found: dict[str, KnownNorm] = {}
     for name, candidates in numbers.items():
         if len(given[name]) > 1:
             continue
         gated = given[name] == {2}
-        key = (*_alike(modules[name], candidates), gated)
+        images = lengths[name] if min(lengths[name]) > 2 else set[int]()
+        key = (*_alike(modules[name], candidates), gated, frozenset(images))
         if key not in known:
-            known[key] = _find(modules[name], sorted(candidates), gated)
+            known[key] = _find(modules[name], sorted(candidates), gated, sorted(images))
         norm = known[key]
         if isinstance(norm, KnownNorm) and not ((norm.centred or norm.response) and degrees()):
             found[name] = norm
     return found
 
 
-def _find(module: nn.Module, candidates: Sequence[float], gated: bool) -> KnownNorm | str:
+def _find(module: nn.Module, candidates: Sequence[float], gated: bool, images: Sequence[int]) -> KnownNorm | str:
+    """``images``: how many dimensions it is given, if its features may be dimension 1."""
     weight = module._parameters["weight"]
     if weight is not None and _is_of_images(weight):
         ways = [KnownNorm(epsilon, response=True) for epsilon in _epsilons(module, candidates)]
         return "takes a gate" if gated else _first_right(module, ways, "global response norm")
-    first = find_rms(module, candidates, gated=gated)
-    return first if isinstance(first, KnownNorm) or gated else _find_layer_norm(module, candidates)
+    found = find_rms(module, candidates, gated=gated)
+    if not isinstance(found, KnownNorm) and not gated:
+        found = _find_layer_norm(module, candidates)
+    if not isinstance(found, KnownNorm) and not gated and images:
+        ways = [KnownNorm(one, centred=True, channels_first=True) for one in _epsilons(module, candidates)]
+        of_channels = _first_right(module, ways, "layer norm of channels", images)
+        return of_channels if isinstance(of_channels, KnownNorm) else found
+    return found
 
 
 def _alike(module: nn.Module, candidates: set[float]) -> tuple[Any, ...]:
@@ -143,14 +165,16 @@ def _epsilons(module: nn.Module, candidates: Sequence[float]) -> list[float]:
     return [_DEFAULT] if getattr(module, "eps", 0.0) is None else [*own, *candidates]
 
 
-def _first_right(module: nn.Module, ways: Sequence[KnownNorm], called: str) -> KnownNorm | str:
-    """Which of ``ways`` it computes."""
+def _first_right(
+    module: nn.Module, ways: Sequence[KnownNorm], called: str, lengths: Sequence[int] = (3,)
+) -> KnownNorm | str:
+    """Which of ``ways`` it computes, of tensors of so many dimensions."""
     weight, before = module._parameters["weight"], dict(module._parameters)
     assert weight is not None
     if not ways:
         return "has no epsilon that could be found"
     try:
-        right = next((way for way in ways if _computes(module, weight, way)), None)
+        right = next((way for way in ways if all(_computes(module, weight, way, n) for n in lengths)), None)
     except Exception as error:  # noqa: BLE001 - the model's own code, on numbers it may not take
         return f"could not be tried: {type(error).__name__}"
     finally:
@@ -160,7 +184,7 @@ def _first_right(module: nn.Module, ways: Sequence[KnownNorm], called: str) -> K
     return right._replace(epsilon=torch.finfo(weight.dtype).eps) if right.epsilon == _DEFAULT else right
 
 
-def _computes(module: nn.Module, held: nn.Parameter, norm: KnownNorm) -> bool:
+def _computes(module: nn.Module, held: nn.Parameter, norm: KnownNorm, length: int) -> bool:
     """Whether the module's own code gives what the formula gives, in value and in gradient, up to roundings.
 
     In fp32, where roundings hide nothing, and in the dtype that the model computes in.
@@ -172,7 +196,9 @@ def _computes(module: nn.Module, held: nn.Parameter, norm: KnownNorm) -> bool:
         for scale in _PROBES:
             # Features with a mean tell RMS norm from layer norm.
             features = held.shape[-1]
-            shape = (2, 3, 2, features) if norm.response else (2, 3, features)
+            shape: tuple[int, ...] = (2, 3, 2, features) if norm.response else (2, 3, features)
+            if norm.channels_first:
+                shape = (2, features, *(3, 2, 2)[: length - 2])
             x = ((torch.randn(shape, generator=generator) + 0.7) * scale).to(dtype)
             own = [torch.randn(held.shape, generator=generator).to(dtype) for _ in keys]
             dy = torch.randn(shape, generator=generator).to(dtype)
@@ -199,5 +225,5 @@ def _formula(norm: KnownNorm, weight: Tensor, bias: Tensor | None, given: Sequen
     if norm.response:
         return response_norm(weight, bias, given[0], epsilon=epsilon)
     if norm.centred:
-        return layer_norm(weight, bias, given[0], epsilon=epsilon)
+        return layer_norm(weight, bias, given[0], epsilon=epsilon, dim=1 if norm.channels_first else -1)
     return rms_norm(weight, *given, epsilon=epsilon, gate=norm.gate)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from tpkernels.planning.alone.single_layers import by_rule
 from tpkernels.planning.entries.convolution_entries import channel_cuts, convolution_traffic
 from tpkernels.planning.entries.plan_entries import traffic_of
-from tpkernels.planning.runs.row_counts import Elements, elements_in, untrained_in
+from tpkernels.planning.runs.row_counts import Elements, count_rows, elements_in, untrained_in
 from tpkernels.planning.runs.shadow import Shadow
 from tpkernels.planning.runs.trace import Recording
-from tpkernels.planning.styles import Channels, Column, Row, Style
+from tpkernels.planning.styles import Channels, Column, PartNorm, Row, Style
 
 __all__ = ["ChannelBytes", "style_in_pairs"]
 
@@ -31,7 +31,7 @@ class ChannelBytes:
     def __init__(self, shadow: Shadow, recording: Recording, world_size: int) -> None:
         self.shadow, self.recording, self.world_size = shadow, recording, world_size
         self.elements: Mapping[str, Elements] = elements_in([recording])
-        self._untrained = untrained_in([recording])
+        self._untrained, self._rows = untrained_in([recording]), count_rows([recording])
         self._known: dict[tuple[str, bool, bool], int] = {}
 
     def gathers(self, name: str) -> bool:
@@ -56,13 +56,17 @@ class ChannelBytes:
             self._known[key] = self._of(name, style)
         return self._known[key]
 
+    def sent_in_norms(self, names: Iterable[str]) -> int:
+        """For the sums of these norms, over all ranks."""
+        return sum(self._of(name, PartNorm(*self.shadow.norms[name])) for name in names)
+
     def _of(self, name: str, style: Style) -> int:
         module = self.shadow.modules[name]
         if isinstance(style, Channels):
             dims = channel_cuts(self.shadow.model, name, style)
             sent = convolution_traffic(module, dims, self.elements.get(name), self.world_size, style).wire_bytes
         else:
-            rows, own = self.recording.layer_rows.get(name), dict(module.named_parameters(recurse=False))
-            needs_dx = name not in self._untrained
-            sent = traffic_of(style, self.shadow.layers[name], own, rows, self.world_size, None, needs_dx).wire_bytes
+            layer, own = self.shadow.layers.get(name), dict(module.named_parameters(recurse=False))
+            rows, needs_dx = self._rows.get(name), name not in self._untrained
+            sent = traffic_of(style, layer, own, rows, self.world_size, None, needs_dx).wire_bytes
         return sent or 0

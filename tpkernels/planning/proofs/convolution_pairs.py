@@ -81,6 +81,9 @@ class PairChoice:
             except Unproven as error:
                 self.refused[best] = error
                 continue
+            if added[best] + self.bytes.sent_in_norms(proof.norms) > 0:
+                self.refused[best] = Unproven("with its norms a pair would send more than its layers do without it")
+                continue
             clash = self._clash(best, proof, taken)
             if clash is None:
                 taken[best] = proof

@@ -97,6 +97,8 @@ class Proof:
     many are behind these."""
     taken: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Of convolutions that take parts of several segments of channels."""
+    norms: tuple[str, ...] = ()
+    """Of channels that are cut, within the scope of a pair."""
 
     def unit(self, features: int) -> int:
         """Of how many of ``features`` a part is a multiple."""
@@ -144,6 +146,7 @@ class Proof:
             self.copied,
             self.behind,
             {names[name]: sizes for name, sizes in self.taken.items()},
+            tuple(map(moved, self.norms)),
         )
 
     def each(self, world_size: int) -> str:

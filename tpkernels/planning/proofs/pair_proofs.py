@@ -161,11 +161,12 @@ def _sliced(search: Search, recording: Recording, group: Group, proof: Proof, wo
         sizes = {size for one in every for size in one.split(0).cut_segments}
         if any(0 in share(size, world_size) for size in sizes):
             raise Unproven(f"there are fewer channels than {world_size} ranks")
-        replay = None
+        replay, norms = None, set[str]()
         try:
             for rank in unlike_ranks(roles, world_size):
                 replay = Replay(search.shadow, recording, roles, proof.attributes, world_size, rank)
                 replay.run_scope(scope)
+                norms |= replay.cut_norms.keys()
         except Unproven as error:
             if error.taken is not None and error.taken[0] not in proof.taken:
                 proof = replace(proof, taken={**proof.taken, error.taken[0]: error.taken[1]})
@@ -176,7 +177,7 @@ def _sliced(search: Search, recording: Recording, group: Group, proof: Proof, wo
                 raise
             proof = replace(proof, slices={**proof.slices, **more})
             continue
-        return proof
+        return replace(proof, norms=tuple(sorted(norms)))
     raise Unproven(f"more than {MOST_SLICES} parameters of other modules would be cut")
 
 

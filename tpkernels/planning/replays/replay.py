@@ -344,13 +344,13 @@ class Replay(ConstantParts):
         """A norm over features that are cut is one step; any other call of it runs its code."""
         self.not_from_before([*given])
         x, call = given[0], self.recording.norm_calls.get(self._at)
-        split = self._splits.get(id(x))
-        if split is None or split.dim != x.dim() - 1:
+        split, norm = self._splits.get(id(x)), self.shadow.norms.get(name)
+        if split is None or split.dim != (x.dim() - 1 if norm is None else norm.dim_in(x.shape)):
             self._whole_norms.add(name)
             return forward(*given)
         features = self.shadow.model.get_parameter(f"{name}.weight").shape[-1]
-        known = call is not None and call.name == name and name in self.shadow.norms
-        known = known and (x.dim() == 4 or not self.shadow.norms[name].response)
+        known = call is not None and call.name == name and norm is not None
+        known = known and (x.dim() == 4 or norm is None or not norm.response)
         cut = {self._splits.get(id(one)) for one in given} == {Split(split.dim, (features,))}
         if not known or not cut or features % divisor(self.world_size):
             return forward(*given)

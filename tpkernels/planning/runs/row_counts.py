@@ -68,7 +68,7 @@ def _rows_of(recording: Recording) -> dict[str, int | None]:
         rows[scope.name] = (rows.get(scope.name) or 0) + sum(distinct.values())
     for call in recording.norm_calls.values():
         known = recording.shadow.norms.get(call.name)
-        own = call.shape[0] if known is not None and known.response else prod(call.shape[:-1])
+        own = prod(call.shape[:-1]) if known is None else known.rows_in(call.shape)
         rows[call.name] = (rows.get(call.name) or 0) + own
     return rows | dict.fromkeys(recording.rows_unknown)
 
