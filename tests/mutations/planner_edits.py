@@ -112,7 +112,6 @@ PLANNER = (
     Edit("planning/proofs/tied_groups.py", "if others or roles[name] is None:", "if roles[name] is None:", TIED),
     Edit("planning/proofs/tied_groups.py", "if len(proof.segments[name]) == 1 else None", "", TIED),
     Edit("planning/proofs/tied_groups.py", "groups if is_tied(name) else", "groups if False else", TIED),
-    Edit("planning/proofs/tied_groups.py", 'is_tied(name.rpartition(".")[0]) else set()', "None else set()", TIED),
     Edit("planning/alone/ties.py", "1 if style.unit == 1 and not style.segments else None", "None", TIED),
     Edit("planning/proofs/decision.py", "group in small or ", "False or ", f"{FOLLOWED} -k meets"),
     Edit(

@@ -10,7 +10,7 @@ SIZES, KNOWN, MAXIMA = (f"tests/planning/test_{name}.py" for name in ("sizes_of_
 OPAQUE, ANSWERS = "planning/runs/opaque_modules.py", "planning/runs/fake_answers.py"
 REPEATS, STEPS = "sharding/repeats.py", "planning/replays/maximum_steps.py"
 
-TIED = "tests/planning/test_tied_groups.py"
+TIED, MIXTURES = "tests/planning/test_tied_groups.py", "tests/planning/test_tied_experts.py"
 
 VALUES = (
     Edit(
@@ -20,6 +20,18 @@ VALUES = (
         TIED,
     ),
     Edit("planning/planner.py", "Chosen(Features(True),", "Chosen(Features(),", TIED),
+    Edit(
+        "planning/proofs/tied_groups.py", "all(id(one) in summed for one in own(name))", "True", f"{TIED} -k given_up"
+    ),
+    Edit("planning/proofs/tied_groups.py", "name in called and all", "all", f"{TIED} -k given_up"),
+    Edit(
+        "planning/proofs/decision.py",
+        "held_by_twins(self.shadow.modules, replay.partial)",
+        "replay.partial",
+        f"{TIED} -k summed_in_both",
+    ),
+    Edit("planning/alone/ties.py", "return alike and owners == {*names}", "return alike", f"{MIXTURES} -k stay_whole"),
+    Edit("nn/cut_experts.py", "if key not in known:", "if True:", f"{MIXTURES} -k 'one_weight and 2'"),
     Edit(OPAQUE, "if not _alike_but_for_sizes(first, run)]", "if run is None]", f"{SIZES} -k few_rows"),
     Edit(OPAQUE, 'opened = {"", call.method} if', "opened = set() if", f"{SIZES} -k sizes_of_values_is_cut"),
     Edit(OPAQUE, "if not first.others:", "if False:", f"{SIZES} -k no_size"),

@@ -10,12 +10,21 @@ from torch import Tensor, nn
 import tpkernels as tpk
 from tests.nn.reference import LIMIT_S, tp_mesh
 from tests.planning.by_value import problems
-from tpkernels.planning.styles import Column, Features, Row
+from tpkernels.planning.styles import Column, Features, Replicate, Row
 from tpkernels.testing.spawn import Pools
 
 WIDTH, HEADS = 12, 6
 X = torch.zeros(3, WIDTH)
-GIVEN_UP = ("read whole", "packed", "norm", "gain", "row for a column", "not called")
+GIVEN_UP = (
+    "read whole",
+    "packed",
+    "norm",
+    "whole gain",
+    "gain and more",
+    "idle gain",
+    "row for a column",
+    "not called",
+)
 
 
 class Block(nn.Module):
@@ -24,7 +33,8 @@ class Block(nn.Module):
         self.how = how
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear((2 if how == "packed" else 4) * WIDTH, WIDTH)
         self.norm = nn.RMSNorm(4 * WIDTH, eps=1e-5) if how == "norm" else nn.Identity()
-        self.gain = nn.Parameter(torch.ones(1)) if how == "gain" else None
+        self.gain = nn.Parameter(torch.ones(1)) if "gain" in how else None
+        self.more = nn.Parameter(torch.ones(WIDTH)) if how == "gain and more" else None
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.norm(self.up(x).relu())
@@ -33,6 +43,9 @@ class Block(nn.Module):
             gate, hidden = hidden.chunk(2, -1)
             hidden = F.silu(gate) * hidden
         y: Tensor = self.down(hidden)
+        if self.how == "whole gain":
+            y = y * self.gain
+        y = y if self.more is None else y * self.more
         return y + hidden.mean() if self.how == "read whole" else y
 
 
@@ -42,13 +55,17 @@ class Twins(nn.Module):
     def __init__(self, how: str = "") -> None:
         super().__init__()
         self.how = how
-        self.first, self.second = Block("" if how == "read whole" else how), Block(how)
+        alone = {"read whole": "", "whole gain": "gain", "gain and more": "gain"}
+        self.idle = Block(how) if how == "idle gain" else None
+        self.first, self.second = Block(alone.get(how, how)), Block(how)
         for mine, its in ((self.first.up, self.second.up), (self.first.down, self.second.down)):
             its.weight, its.bias = mine.weight, mine.bias
         if how == "norm":
             self.second.norm.weight = self.first.norm.weight
-        if how == "gain":
+        if "gain" in how:
             self.second.gain = self.first.gain
+        if self.idle is not None:
+            self.idle.gain = self.first.gain
         if how == "row for a column":  # the same matrix twice, read the one way and the other
             self.first, self.second = Square(), Square()  # type: ignore[assignment]
             self.second.down.weight = self.first.up.weight
@@ -79,6 +96,13 @@ def test_blocks_that_share_all_weights_are_cut_in_pairs() -> None:
 
 
 @pytest.mark.cpu
+def test_a_parameter_that_both_blocks_use_on_parts_has_its_gradient_summed_in_both() -> None:
+    plan = tpk.make_plan(Twins("gain"), 2, example_inputs=X)
+    assert plan["first.up"].style == Column() and plan["second.down"].style == Row(), plan["first.up"].reason
+    assert plan["first"].style == plan["second"].style == Replicate(sequence_parallel=True)
+
+
+@pytest.mark.cpu
 @pytest.mark.parametrize("how", GIVEN_UP)
 def test_they_are_given_up_where_one_of_them_cannot_be_cut_as_the_others_are(how: str) -> None:
     plan = tpk.make_plan(Twins(how), 2, example_inputs=X)
@@ -90,7 +114,8 @@ def test_they_are_given_up_where_one_of_them_cannot_be_cut_as_the_others_are(how
 
 def by_value() -> list[str]:
     torch.manual_seed(0)
-    return problems("twins", Twins(), torch.randn(3, WIDTH).double(), "second.down")
+    found = problems("twins", Twins(), torch.randn(3, WIDTH).double(), "second.down")
+    return found + problems("gains", Twins("gain"), torch.randn(3, WIDTH).double(), "second.down")
 
 
 @pytest.mark.gloo

@@ -331,19 +331,27 @@ class CutExperts(nn.Module):
         mesh: DeviceMesh,
         implementation: str = "auto",
         dealt: bool = False,
+        made_of: dict[tuple[int, str], nn.Parameter] | None = None,
     ) -> CutExperts:
-        """A parallel module in the place of ``module``, which stays as it is; all ranks call it."""
+        """A parallel module in the place of ``module``, which stays as it is; all ranks call it.
+
+        ``made_of``: parts that were made of parameters, by their ids and the parts' names, for modules that share them.
+        """
         kind = _subclass_of(type(module))  # type: ignore[arg-type]
         made = kind.__new__(kind)
         made.__dict__ = dict(module.__dict__) | {"_parameters": {}}
+        known = {} if made_of is None else made_of
         for name, whole in module._parameters.items():
             assert whole is not None
             parts: list[tuple[str, Tensor, int | None]] = [(name, whole.detach(), 0)]
             for part, tensor, dim in parts if dealt else held_parts(layout, name, whole.detach()):
-                if dim is None:
-                    made._parameters[part] = replicate_parameter(tensor, mesh, requires_grad=whole.requires_grad)
-                else:
-                    made._parameters[part] = shard_parameter(tensor, mesh, dim, requires_grad=whole.requires_grad)
+                key, trained = (id(whole), part), whole.requires_grad
+                if key not in known:
+                    known[key] = (
+                        replicate_parameter(tensor, mesh, requires_grad=trained) if dim is None
+                        else shard_parameter(tensor, mesh, dim, requires_grad=trained)
+                    )  # fmt: skip
+                made._parameters[part] = known[key]
         made.__dict__ |= {
             "experts_layout": layout, "experts_implementation": implementation, "experts_dealt": dealt,
         }  # fmt: skip

@@ -222,8 +222,10 @@ def parallelize(
         for name in {id(modules[name]): name for name in attentions}.values()
     ]
     shared = {id(modules[name]): (modules[name], style) for name, style in experts_styles.items()}
+    made_of: dict[tuple[int, str], nn.Parameter] = {}
     mixtures = [
-        (old, CutExperts.of(old, style.layout, tp, style.implementation, style.dealt)) for old, style in shared.values()
+        (old, CutExperts.of(old, style.layout, tp, style.implementation, style.dealt, made_of))
+        for old, style in shared.values()
     ]
     over_parts = {
         id(modules[name]): (modules[name], style) for name, style in styles.items() if isinstance(style, PartNorm)

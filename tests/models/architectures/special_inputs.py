@@ -40,6 +40,9 @@ _SPEECH = {
 _GROUNDING = {"input_ids": _IDS, "pixel_values": ("float", (2, 3, 128, 128))}
 """Large enough for two pixels in the coarsest features: the norm of a single one has no gradient but rounding."""
 
+_PLACES = ("is", [[[x, y] for y in range(3) for x in range(3)]] * 2)
+"""Of nine patches, of which pooling makes one."""
+
 INPUTS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("grounding-dino", "mm-grounding-dino"), _GROUNDING),
     **dict.fromkeys(("fastspeech2_conformer", "fastspeech2_conformer_with_hifigan"), _SPEECH),
@@ -61,6 +64,12 @@ INPUTS: dict[str, dict[str, Any]] = {
     },
     "depth_pro": {"pixel_values": ("float", (2, 3, 128, 128))},
     "dia": {"input_ids": _IDS, "decoder_input_ids": ("int", (2, 5, 9), 64)},
+    "diffusion_gemma": {
+        "input_ids": ("words", 8, 85, 1),
+        "decoder_input_ids": ("int", (2, 8), 64),
+        "pixel_values": ("uniform", (2, 9, 192)),
+        "image_position_ids": _PLACES,
+    },
     "efficientloftr": {"pixel_values": ("float", (2, 2, 3, 64, 64))},
     "esm": {"input_ids": ("int", (2, 7), 30)},
     "esmc": {"input_ids": ("int", (2, 7), 30)},
@@ -74,7 +83,7 @@ INPUTS: dict[str, dict[str, Any]] = {
     "gemma4_audio": {"input_features": ("float", (2, 32, 8)), "attention_mask": ("ones", (2, 32))},
     "gemma4_vision": {
         "pixel_values": ("uniform", (2, 9, 192)),
-        "pixel_position_ids": ("is", [[[x, y] for y in range(3) for x in range(3)]] * 2),
+        "pixel_position_ids": _PLACES,
     },
     "granite4_vision": {
         "input_ids": ("words", 17, 85, 10),

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Container, Mapping
 
 from torch import nn
 
 from tpkernels.planning.entries.plan_entries import Chosen
 from tpkernels.planning.modules.layers import Layer
-from tpkernels.planning.styles import Column, Features, Replicate, Row, Style, Vocabulary
+from tpkernels.planning.styles import Column, Experts, Features, Replicate, Row, Style, Vocabulary
 
-__all__ = ["idle_twins", "tie_kind", "tied_modules", "untie"]
+__all__ = ["are_twins", "idle_twins", "tie_kind", "tied_modules", "untie"]
 
 
 def tie_kind(style: Style) -> int | None:
@@ -32,6 +32,15 @@ def tied_modules(modules: Mapping[str, nn.Module]) -> dict[str, list[str]]:
     return {name: names for names in owners.values() if len(names) > 1 for name in names}
 
 
+def are_twins(modules: Mapping[str, nn.Module], names: Collection[str]) -> bool:
+    """Whether each of these modules holds the same parameters, under the same names, and nothing else does."""
+    first, *others = (dict(modules[name].named_parameters(recurse=False)) for name in names)
+    alike = all(one.keys() == first.keys() and all(one[key] is first[key] for key in first) for one in others)
+    held = {id(parameter) for parameter in first.values()}
+    owners = {name for name, module in modules.items() if held & {id(p) for p in module.parameters(recurse=False)}}
+    return alike and owners == {*names}
+
+
 def idle_twins(
     modules: Mapping[str, nn.Module], layers: Mapping[str, Layer], called: Container[str]
 ) -> dict[str, list[str]]:
@@ -51,7 +60,8 @@ def untie(
     chosen: dict[str, Chosen],
     direct: Container[str] | None,
 ) -> None:
-    """Cut tied weights alike, by vocabulary, or keep them whole; a layer may have two ties (weight, bias).
+    """Cut tied weights alike, by vocabulary or as experts are, or keep them whole; a layer may have two ties (weight,
+    bias).
 
     Args:
         direct: modules whose parameters the model reads past them, as the data flow shows; None without one.
@@ -77,6 +87,9 @@ def _untie_once(
         kinds = {tie_kind(style) for style in styles.values()}
         by_second = kinds in ({1}, {2}) and len(styles) == len(owners)
         alike = are_layers and (kinds <= {0} or by_second)
+        experts = {style if isinstance(style, Experts) else None for style in styles.values()}
+        if len(experts) == 1 and None not in experts and len(styles) == len(owners) and are_twins(modules, owners):
+            continue
         conv = any(owner in layers and layers[owner].kind == "conv1d" for owner in owners)
         if alike and not conv:
             continue

@@ -6,13 +6,14 @@ which a rank has a slice of the features, or some of them whole.  Their outputs 
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Container, Mapping
 from dataclasses import asdict
 
 from torch import nn
 
 from tpkernels.nn.multihead import why_not_parallel
 from tpkernels.partition import chunk_sizes, unit_sizes
+from tpkernels.planning.alone.ties import are_twins
 from tpkernels.planning.entries.plan_entries import Chosen
 from tpkernels.planning.modules.experts import KnownExperts
 from tpkernels.planning.modules.layers import is_attention, unswappable
@@ -67,7 +68,7 @@ def experts_choices(
     observation: Observation,
     chosen: Mapping[str, Chosen],
     world_size: int,
-    tied: Container[str],
+    tied: Mapping[str, Collection[str]],
     *,
     way: str,
     parts: bool,
@@ -75,6 +76,7 @@ def experts_choices(
     """What happens to modules of experts, and to those that look like some, where nothing is ``chosen`` yet.
 
     Args:
+        tied: modules that share a parameter, each with all that do.
         parts: whether those that no example calls might be given parts of a sequence.
 
     Raises:
@@ -82,9 +84,14 @@ def experts_choices(
     """
     known_experts = {} if observation.shadow is None else observation.shadow.experts
     unseen = _unseen_experts(model, observation, known_experts, parts=parts)
+    modules = dict(model.named_modules())
+    unlike = {
+        name for name, known in known_experts.items()
+        if name in tied and (known.layout.rows or not are_twins(modules, tied[name]))
+    }  # fmt: skip
     whole = observation.refused_experts | {
         name: why for name, known in known_experts.items()
-        if (why := _why_whole(name, known, world_size, observation.recording, unseen, tied, way)) is not None
+        if (why := _why_whole(name, known, world_size, observation.recording, unseen, unlike, way)) is not None
     }  # fmt: skip
     whole = {name: why for name, why in whole.items() if name not in chosen}
     if whole and way != "auto":

@@ -28,7 +28,7 @@ from tpkernels.planning.proofs.search_again import SearchAgain
 from tpkernels.planning.proofs.search_gathered import prove_with_arguments
 from tpkernels.planning.proofs.search_leaving import prove_leaving
 from tpkernels.planning.proofs.search_states import recordings_beside
-from tpkernels.planning.proofs.tied_groups import Ties, shared_by_groups, unlike_twins
+from tpkernels.planning.proofs.tied_groups import Ties, held_by_twins, shared_by_groups, unlike_twins
 from tpkernels.planning.proofs.whole_replays import Blamed, WholeReplays
 from tpkernels.planning.replays.kept_parts import Kept
 from tpkernels.planning.replays.replay import Replay, Role
@@ -400,7 +400,7 @@ class _Decider:
     def _take(self, replay: Replay, groups: Sequence[Group]) -> None:
         """What a replay of the whole model that holds has found of ``groups``, which it knows by their numbers."""
         self.noisy = {group for number, group in enumerate(groups) if number in replay.part_draws_in}
-        self.decision.partial = replay.partial
+        self.decision.partial = held_by_twins(self.shadow.modules, replay.partial)
         self.decision.cut_results = tuple(replay.cut_results)
         self.decision.fed = {name for name, fed in replay.fed.items() if fed}
         self.decision.norms = {name: self.shadow.norms[name] for name in sorted(replay.cut_norms)}

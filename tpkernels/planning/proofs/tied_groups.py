@@ -3,7 +3,8 @@
 It owns the rule.  A weight is one parameter, whoever holds it, so all layers that hold it must be cut alike: each of
 them a column in one piece, or each of them a row, of the same number of ranks.  Groups are proven one by one, as others
 are.  Those of which a tied layer is something else than its twins are then given up; so are those that share more than
-layers, such as a norm whose gradient would be summed for one of its owners alone.
+layers, such as a norm over features that are cut.  A parameter that works on parts (the norm of a head's queries in
+DiffusionGemma, whose encoder and decoder have one) may be shared by modules whose gradients are all summed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tpkernels.planning.runs.layer_groups import Group
 from tpkernels.planning.splits import Unproven
 from tpkernels.planning.styles import Column, Row, Style
 
-__all__ = ["shared_by_groups", "tied_layers", "unlike_twins"]
+__all__ = ["held_by_twins", "shared_by_groups", "tied_layers", "unlike_twins"]
 
 Ties = Mapping[str, Collection[str]]
 """Layers that may be cut with others although they share a parameter, each with all that share it, itself too."""
@@ -62,26 +63,60 @@ def shared_by_groups(
     proven: Mapping[Group, Proof], replay: Replay, modules: Mapping[str, nn.Module], ties: Ties
 ) -> set[int]:
     """Numbers of the groups with tied layers that cut, or sum the gradient of, a parameter which is tied and belongs to
-    no layer."""
+    no layer, and not to all who hold it alike."""
     if not ties:
         return set()
-    held: dict[int, int] = {}
-    for module in modules.values():
-        for parameter in module.parameters(recurse=False):
-            held[id(parameter)] = held.get(id(parameter), 0) + 1
+    held = _owners(modules)
+    called = {scope.name for scope in replay.recording.scopes}
+
+    def own(name: str) -> list[nn.Parameter]:
+        return list(modules[name].parameters(recurse=False))
 
     def is_tied(name: str) -> bool:
-        return any(held.get(id(one), 0) > 1 for one in modules[name].parameters(recurse=False))
+        return any(len(held[id(one)]) > 1 for one in own(name))
+
+    summed = {id(_parameter(modules, name)) for name in replay.partial}
+
+    def is_summed(name: str) -> bool:
+        return name in called and all(id(one) in summed for one in own(name))
 
     found: set[int] = set()
     for name, groups in replay.partial_groups.items():
-        found |= groups if is_tied(name.rpartition(".")[0]) else set()
+        owners = held[id(_parameter(modules, name))]
+        found |= groups if len(owners) > 1 and not all(map(is_summed, owners)) else set()
     for name, groups in (*replay.cut_norms.items(), *replay.cut_channels.items()):
         found |= groups if is_tied(name) else set()
     for number, proof in enumerate(proven.values()):
         if any(is_tied(name.rpartition(".")[0]) for name in proof.slices):
             found.add(number)
     return found & {at for at, group in enumerate(proven) if any(name in ties for name in group.layers)}
+
+
+def held_by_twins(modules: Mapping[str, nn.Module], names: Collection[str]) -> set[str]:
+    """These parameters by all names that they have in the model."""
+    held, found = _owners(modules), set[str]()
+    for name in names:
+        one = _parameter(modules, name)
+        for owner in held[id(one)]:
+            keys = [key for key, other in modules[owner].named_parameters(recurse=False) if other is one]
+            found |= {f"{owner}.{key}" if owner else key for key in keys}
+    return found
+
+
+def _parameter(modules: Mapping[str, nn.Module], name: str) -> nn.Parameter:
+    owner, _, key = name.rpartition(".")
+    parameter = modules[owner]._parameters[key]
+    assert parameter is not None
+    return parameter
+
+
+def _owners(modules: Mapping[str, nn.Module]) -> dict[int, list[str]]:
+    """Of each parameter by its id, the modules that hold it."""
+    found: dict[int, list[str]] = {}
+    for name, module in modules.items():
+        for parameter in module.parameters(recurse=False):
+            found.setdefault(id(parameter), []).append(name)
+    return found
 
 
 def _names(group: Group, proof: Proof) -> tuple[str, ...]:
