@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from tpkernels.comm.groups import GroupLike
 from tpkernels.nn.parameters import tp_mesh
@@ -24,7 +25,7 @@ def sum_output_gradient(module: nn.Module, group: GroupLike) -> None:
     """Sum the gradient of what ``module`` gives over the group, in a forward hook."""
     mesh = tp_mesh(group, module)
 
-    def summed(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return copy_to_group(output, mesh) if mesh.size() > 1 else output
+    def summed(module: nn.Module, args: Any, output: Any) -> Any:  # code of the module's own may give ``(y, None)``
+        return tree_map_only(Tensor, lambda y: copy_to_group(y, mesh), output) if mesh.size() > 1 else output
 
     module.register_forward_hook(summed)

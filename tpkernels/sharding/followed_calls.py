@@ -21,6 +21,7 @@ from tpkernels.nn.convolution import convolved, within_own_code
 from tpkernels.nn.copied_heads import CopiedHeadsLinear
 from tpkernels.nn.feature_embedding import FeatureParallelEmbedding
 from tpkernels.nn.multihead import ParallelMultiheadAttention
+from tpkernels.nn.own_call import called_within, calls_itself
 from tpkernels.nn.packed import PackedColumnParallelLinear
 from tpkernels.nn.packed_row import PackedRowParallelLinear
 from tpkernels.nn.paired_convolution import (
@@ -86,6 +87,7 @@ class Followed(AbstractContextManager["Followed"]):
         told = read_packed.set(self._packed_read)
         self.stack.callback(read_packed.reset, told)
         self.stack.callback(convolved.reset, convolved.set(self._convolved))
+        self.stack.callback(called_within.reset, called_within.set(self._called_within))
         self.stack.callback(multiplied_by.reset, multiplied_by.set(self._multiplied))
         self.stack.callback(taken_of.reset, taken_of.set(self._statistic_taken))
         self.stack.enter_context(self.parts)
@@ -122,6 +124,15 @@ class Followed(AbstractContextManager["Followed"]):
     def _called(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if threading.get_ident() != self.thread or id(module) not in self.names:
             return
+        if not calls_itself(module):
+            self._layer_called(module, output, *args, **kwargs)
+        if not within_own_code(module):
+            self._follow_channels(module, args[0] if args else None, output)
+        if module is not self.model:
+            self._check_hooks(module, args, kwargs, output)
+
+    def _layer_called(self, module: nn.Module, output: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Mark what a column gives, and check what a row takes."""
         sizes = _sizes_given(module)
         copied, behind = (module.copied, module.behind) if isinstance(module, PackedColumnParallelLinear) else (0, 0)
         if sizes and (copied or _leaves_places_out(module) or self.parts.of(output) is None):
@@ -129,10 +140,10 @@ class Followed(AbstractContextManager["Followed"]):
         if isinstance(module, RowParallelLinear) and not module.split_input and id(module) not in self.own_rows:
             sizes = module.sizes_taken if isinstance(module, PackedRowParallelLinear) else ()
             self._check_row(module, -1, *args, **{**kwargs, "sizes": sizes})
-        if not within_own_code(module):
-            self._follow_channels(module, args[0] if args else None, output)
-        if module is not self.model:
-            self._check_hooks(module, args, kwargs, output)
+
+    def _called_within(self, module: nn.Module, x: Tensor, output: Tensor) -> None:
+        if threading.get_ident() == self.thread and id(module) in self.names:
+            self._layer_called(module, output, x)
 
     def _convolved(self, module: nn.Module, x: Tensor, output: Tensor) -> None:
         if threading.get_ident() == self.thread and id(module) in self.names:

@@ -6,7 +6,8 @@ subclass counts if it overrides no more of torch's class than :data:`HARMLESS`, 
 further modules, and a call runs torch's own ``forward``.  A ``forward`` of the subclass counts in two cases
 (:mod:`tpkernels.planning.modules.own_code`): it is code around ``super().forward(x)``, which then runs around the
 parallel layer, with its buffers; or it computes what torch's does.  So does a class that :func:`register_layer` was
-told of. An ``nn.Linear`` whose class was given another ``forward`` does not count.  Modules with hooks,
+told of.  A class that is none of torch's counts if its code multiplies by its own weight, and does no more
+(:mod:`tpkernels.planning.modules.own_layers`); that code goes on around the parallel layer.  An ``nn.Linear`` whose class was given another ``forward`` does not count.  Modules with hooks,
 parametrizations or a ``forward`` of the instance stay as they are, because a swap would lose these.
 
 A swapped layer is an instance of the parallel class.  It keeps the plain attributes of the old layer, and the methods
@@ -35,9 +36,11 @@ from tpkernels.nn.copied_heads import CopiedHeadsLinear
 from tpkernels.nn.embedding import VocabParallelEmbedding
 from tpkernels.nn.feature_embedding import FeatureParallelEmbedding
 from tpkernels.nn.multihead import ParallelMultiheadAttention
+from tpkernels.nn.own_call import around_own_calls
 from tpkernels.nn.packed import PackedColumnParallelLinear
 from tpkernels.nn.row import RowParallelLinear
 from tpkernels.planning.modules.own_code import calls_super, computes_as_torch, rebased
+from tpkernels.planning.modules.own_layers import OwnLayer, own_layer
 
 __all__ = [
     "Layer",
@@ -45,6 +48,7 @@ __all__ = [
     "kind_of",
     "as_torchs",
     "layer_of",
+    "own_call",
     "own_base",
     "register_layer",
     "take_place",
@@ -89,7 +93,7 @@ class Layer:
 def layer_of(module: nn.Module) -> Layer | None:
     """Sizes of a module that can be cut, or None."""
     base = _base_of(module)
-    if type(module) in _REGISTERED and base is not None:
+    if base in _KINDS.values() and (type(module) in _REGISTERED or own_call(module) is not None):
         rows, columns = module.weight.shape  # type: ignore[misc]
         return Layer("linear", columns, rows) if base is nn.Linear else Layer("embedding", rows, columns)
     if base is nn.Linear and type(module) is not NonDynamicallyQuantizableLinear:
@@ -133,14 +137,27 @@ def register_layer(cls: type[nn.Module], kind: str) -> None:
     _REGISTERED[cls] = _KINDS[kind]
 
 
+def own_call(module: nn.Module) -> OwnLayer | None:
+    """As what a module of a class of its own computes, whose code makes one product with its own weight."""
+    kind: Any = type(module)
+    if isinstance(module, tuple(_FORWARDS)) or kind in _REGISTERED or kind.__name__ == "Conv1D":
+        return None
+    guarded = ({*dir(nn.Module), "__getattribute__"} | _names_of_ours()) - HARMLESS - {"forward"}
+    if any(name in guarded for own in _own_classes(kind, nn.Module) for name in vars(own)):
+        return None
+    return own_layer(module)
+
+
 def as_torchs(module: nn.Module) -> nn.Module:
-    """``module``, or for an instance of a registered class torch's layer with its parameters."""
-    layer = layer_of(module) if type(module) in _REGISTERED else None
+    """``module``, or for an instance of a class that computes as torch's layer does that layer, with its parameters."""
+    own = own_call(module)
+    layer = layer_of(module) if type(module) in _REGISTERED or own is not None else None
     if layer is None:
         return module
     made: Any
     if layer.kind == "embedding":
-        made = nn.Embedding(layer.in_features, layer.out_features, device="meta")
+        padding = None if own is None else own.padding
+        made = nn.Embedding(layer.in_features, layer.out_features, padding_idx=padding, device="meta")
     else:
         made = nn.Linear(layer.in_features, layer.out_features, device="meta")
         made.register_parameter("bias", module._parameters.get("bias"))
@@ -168,6 +185,9 @@ def unswappable(module: nn.Module) -> str | None:
     if "forward" in vars(module):
         return "has a forward of its own, which a swap would lose"
     taken = [name for name in _attributes(module) if name in _names_of_ours()]
+    if own_call(module) is not None:  # of the others it may have those alone that the layer has as well
+        known, named = vars(as_torchs(module)), vars(module).items()
+        taken += [name for name, value in named if name in known and not name.startswith("_") and value != known[name]]
     if taken:
         return f"has attributes {taken}, names that a parallel layer uses itself"
     return None
@@ -176,8 +196,13 @@ def unswappable(module: nn.Module) -> str | None:
 def take_place(old: nn.Module, new: nn.Module) -> None:
     """Make ``old`` what ``new`` is, in place, so that every reference to it is one to the parallel layer."""
     classes: Any = type(new), type(old), _base_of(old) or type(old)
-    base = own_base(old)
-    kept, kind = _attributes(old), _with_members(*classes) if base is None else rebased(type(old), base, type(new))
+    base, own = own_base(old), own_call(old)
+    kept, kind = _attributes(old), _with_members(*classes)
+    if own is not None:
+        kind = around_own_calls(rebased(type(old), nn.Module, type(new)), type(new))
+        kept = {name: value for name, value in vars(old).items() if name not in new.__dict__}
+    elif base is not None:
+        kind = rebased(type(old), base, type(new))
     buffers = {"_buffers": old._buffers, "_non_persistent_buffers_set": old._non_persistent_buffers_set}
     old.__class__ = kind
     old.__dict__ = new.__dict__ | kept | (buffers if base is not None else {})
@@ -199,7 +224,8 @@ def _base_of(module: nn.Module) -> type[nn.Module] | None:
             if kind.forward is forward:
                 return base if _overrides_nothing(kind, base) and _holds_the_same(module, base) else None
             return base if own_base(module) is not None or _writes_out(module, base) else None
-    return None
+    own = own_call(module)
+    return None if own is None else own.base
 
 
 def _is_registered_like(module: nn.Module) -> bool:
@@ -213,9 +239,13 @@ def _is_registered_like(module: nn.Module) -> bool:
 
 
 def own_base(module: nn.Module) -> type[nn.Module] | None:
-    """torch's class around whose ``forward`` the module's own code runs; None for every other module."""
+    """torch's class around whose ``forward``, or what computes as it does, the module's own code runs; None for every
+    other module."""
     kind: Any = type(module)
     base: Any
+    own = own_call(module)
+    if own is not None:
+        return own.base
     for base in (nn.Linear, nn.Embedding):
         if isinstance(module, base) and kind.forward is not _FORWARDS[base] and kind not in _REGISTERED:
             same = _overrides_nothing(kind, base, "forward") and _holds_the_same(module, base, buffers=True)

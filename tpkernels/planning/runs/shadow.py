@@ -25,9 +25,10 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from tpkernels.nn.convolution import own_code
 from tpkernels.nn.cut_experts import caller_of
+from tpkernels.nn.own_call import OwnCalls
 from tpkernels.planning.modules.channel_modules import channels_in_groups, channels_of, is_batched, works_by_channel
 from tpkernels.planning.modules.experts import KnownExperts
-from tpkernels.planning.modules.layers import Layer, layer_of, own_base, unswappable
+from tpkernels.planning.modules.layers import Layer, layer_of, own_base, own_call, unswappable
 from tpkernels.planning.modules.numbers import root_of, set_number
 from tpkernels.planning.modules.own_code import rebased
 from tpkernels.planning.modules.part_norms import KnownNorm, may_be_norm
@@ -161,8 +162,10 @@ class Shadow:
             if layer is not None and unswappable(module) is None:
                 self.layers[name] = layer
                 self.owners |= {id(parameter): name for parameter in module.parameters(recurse=False)}
-                base = own_base(module)
-                if base is None:
+                base, own = own_base(module), own_call(module)
+                if own is not None:  # the product in its code is the layer
+                    module.forward = self._multiplying(name, own.padding, module.forward)
+                elif base is None:
                     module.forward = self._reporting(name)
                 else:  # its own code runs, and what that calls is the layer
                     module.reports = self._reporting(name)
@@ -365,6 +368,14 @@ class Shadow:
             return out
 
         return forward
+
+    def _multiplying(self, name: str, padding: int | None, forward: Callable[..., Any]) -> Any:
+        @functools.wraps(forward)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            with OwnCalls(self.modules[name], self._reporting(name), padding=padding):
+                return forward(*args, **kwargs)
+
+        return called
 
     def _mixing(self, name: str) -> Any:
         def forward(*args: Any, **kwargs: Any) -> Tensor:
