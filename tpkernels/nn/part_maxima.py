@@ -1,8 +1,10 @@
-"""Code that takes the largest element of a tensor that is cut over the ranks, as Grounding DINO's fused attention does.
+"""Code that takes the largest or smallest element of a tensor that is cut over the ranks, as Grounding DINO's fused
+attention does, and I-BERT for the ranges of its activations.
 
 ::
 
     x.max()    runs as   y = max over ranks of max(x_r)
+    x.min()    runs as   y = -(max over ranks of max(-x_r))
 
 x_r is this rank's part of ``x``, along whatever dimension, and y is whole and equal on every rank.  The gradient of y
 is summed over the ranks, each of which has the share of what it made of y, and goes to the elements that are as large
@@ -16,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,19 +29,29 @@ from tpkernels.nn.function_modes import run_within
 from tpkernels.nn.part_statistics import taken_of
 from tpkernels.ops import all_gather
 
-__all__ = ["PartMaxima", "over_all_ranks", "take_maxima", "taken_from"]
+__all__ = ["Extreme", "PartMaxima", "over_all_ranks", "take_maxima", "taken_from"]
 
 
-def taken_from(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """The tensor of which a call takes the largest element, or None if it is another call."""
-    if func not in (torch.max, Tensor.max) or len(args) + len(kwargs) != 1:
+class Extreme(NamedTuple):
+    """Of what a call takes the largest, or the ``smallest`` element."""
+
+    x: Tensor
+    smallest: bool
+
+
+def taken_from(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Extreme | None:
+    """What a call takes, or None if it is another call."""
+    smallest = func in (torch.min, Tensor.min)
+    if not (smallest or func in (torch.max, Tensor.max)) or len(args) + len(kwargs) != 1:
         return None
     x = args[0] if args else kwargs.get("input")
-    return x if isinstance(x, Tensor) and x.dtype.is_floating_point else None
+    return Extreme(x, smallest) if isinstance(x, Tensor) and x.dtype.is_floating_point else None
 
 
-def over_all_ranks(x: Tensor, mesh: DeviceMesh) -> Tensor:
+def over_all_ranks(x: Tensor, mesh: DeviceMesh, *, smallest: bool = False) -> Tensor:
     """The equation above for this rank's part, on every rank of the mesh."""
+    if smallest:
+        return -over_all_ranks(-x, mesh)
     own = torch.ops.aten.max.default(x)  # no call of torch.max: a module around may take its own over all ranks
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     as_large = torch.eq(x.detach(), own.detach()).sum()
@@ -71,7 +83,10 @@ class _Ranks:
 
 
 class PartMaxima(TorchFunctionMode):
-    """Within it, the largest element of a tensor is that of the parts of all ranks."""
+    """Within it, the largest element of a tensor is that of the parts of all ranks, and so is the smallest.
+
+    Of a tensor that is whole it is its own: only a gradient, of which ranks would sum shares, must not be asked for.
+    """
 
     def __init__(self, ranks: _Ranks) -> None:
         super().__init__()
@@ -80,15 +95,16 @@ class PartMaxima(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        x = taken_from(func, args, kwargs or {})
-        if x is None:
+        taken = taken_from(func, args, kwargs or {})
+        if taken is None:
             return func(*args, **(kwargs or {}))
-        if (told := None if torch.compiler.is_compiling() else taken_of.get()) is not None:
-            told(x)
-        return over_all_ranks(x, self.ranks.mesh)
+        told = None if torch.compiler.is_compiling() or not taken.x.requires_grad else taken_of.get()
+        if told is not None:
+            told(taken.x)
+        return over_all_ranks(taken.x, self.ranks.mesh, smallest=taken.smallest)
 
 
 def take_maxima(names: Iterable[str], modules: Mapping[str, nn.Module], mesh: DeviceMesh) -> None:
-    """Let the code of these modules take largest elements over all ranks, from now on."""
+    """Let the code of these modules take largest and smallest elements over all ranks, from now on."""
     for name in names if mesh.size() > 1 else ():
         run_within(modules[name], PartMaxima, _Ranks(mesh))

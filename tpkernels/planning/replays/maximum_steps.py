@@ -1,9 +1,9 @@
-"""Steps of a replay that take the largest element of a tensor that is cut, between the layers of a group.
+"""Steps of a replay that take the largest or smallest element of a tensor that is cut, between the layers of a group.
 
 It owns :class:`MaximumSteps`, between the steps that take statistics of features and products with parameters.  Such a
-call is one step (:mod:`tpkernels.nn.part_maxima`): what it gives is whole, and each rank has a share of its gradient.
-It is proven only in the module that calls the layers of the group, or inside of it, and only where this module, and
-those in it, take the largest element of nothing that is whole.
+call is one step (:mod:`tpkernels.nn.part_maxima`): what it gives is whole, and each rank has a share of its gradient,
+if anybody wants one.  It is proven only in the module that calls the layers of the group, or inside of it, and only
+where this module, and those in it, take it of nothing that is whole, and of which somebody wants a gradient.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from tpkernels.nn.part_maxima import Extreme
 from tpkernels.planning.replays.statistic_steps import StatisticSteps
 from tpkernels.planning.splits import CROSSED, Unproven, degrees
 
@@ -36,23 +37,26 @@ class MaximumSteps(StatisticSteps):
         for name, groups in other.maxima.items():
             self.maxima[name] = self.maxima.get(name, frozenset()) | groups
 
-    def maximum_taken(self, x: Tensor, run: Callable[[], Tensor]) -> Tensor:
+    def maximum_taken(self, taken: Extreme, run: Callable[[], Tensor]) -> Tensor:
+        x, trained = taken.x, taken.x in self.requiring
         module = self.inside[-1] if self.inside else ""
         split = self._splits.get(id(x)) if self.quiet is None else None
         cut = split is not None and split != CROSSED and not split.copied and not degrees()
         if not cut or not self.is_near(self._groups[id(x)], module):
-            self._other_maxima.update(("", *self.inside))
+            self._other_maxima.update(("", *self.inside) if trained else ())
             return run()
         self.not_from_before([x])
         call, groups = self.recording.maxima.get(self._at), self._groups[id(x)]
         self.blame = groups
-        if call is None or (call.module, call.source) != (module, self.source(x)) or call.stop > self._stop:
+        told = module, self.source(x), taken.smallest
+        if call is None or (call.module, call.source, call.smallest) != told or call.stop > self._stop:
             raise Unproven("with one rank's sizes the largest element of another tensor is taken")
         self.maxima[module] = self.maxima.get(module, frozenset()) | groups
         self._at = call.stop
         out = self.new_output(x, (), x.dtype)
         self.made[id(out)] = call.result
-        self._summed.add(id(out))
+        if trained:
+            self._summed.add(id(out))
         self._groups[id(out)] = groups
         return out
 

@@ -113,7 +113,8 @@ class WholeSteps(Gradients):
 
     def after_rest(self, rest: Rest, given: Any, outputs: list[Tensor]) -> None:
         event, recorded = self.recording.events[self._at - 1], self.recording.rest_at[self._at - 1]
-        if rest.steps != recorded.steps or event.kwargs["gives"] != given:
+        told = given, self._passes(rest), sorted(rest.kept)
+        if rest.steps != recorded.steps or tuple(event.kwargs[key] for key in ("gives", "passes", "keeps")) != told:
             raise Unproven(f"what {rest.module} runs after a condition depends on the number of features of one rank")
         self._made(outputs)
 

@@ -28,12 +28,19 @@ that asks for a number, for ``nonzero``, or for whatever shapes depend on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from tpkernels.planning.runs.events import Event, NotOpaque, Shape, Source
 
-__all__ = ["MOST_PATHS", "Path", "Rest", "paths_after"]
+if TYPE_CHECKING:
+    from tpkernels.planning.runs.trace import Recording
+
+__all__ = ["MOST_PATHS", "KnownPaths", "Path", "Renews", "Rest", "passed_in", "paths_after"]
 
 MOST_PATHS = 8
 
@@ -49,8 +56,19 @@ class Rest:
     path: Path
     asked: list[Shape]
     sources: tuple[Source, ...]
-    answered: int = 0
+    refused: frozenset[Path] = frozenset()
+    """Answers after which the module raises."""
+    given: list[bool] = field(default_factory=list)
+    """The answers of this call."""
     steps: list[Event] = field(default_factory=list)
+    made: set[int] = field(default_factory=set)
+    """The ids of tensors that it has made,"""
+    passed: dict[int, Source] = field(default_factory=dict)
+    """of its results, by their places, those that were there before the condition,"""
+    buffers: Mapping[str, Any] = field(default_factory=dict)
+    """what the module's buffers were then,"""
+    kept: dict[str, Tensor] = field(default_factory=dict)
+    """and what it has put into them."""
     trained: list[bool] = field(default_factory=list)
     """Of its results: whether somebody wants their gradients."""
 
@@ -58,8 +76,76 @@ class Rest:
         """To the next condition."""
         if self.answered == MOST_PATHS - 1:
             raise NotOpaque(self.module, f"has more than {MOST_PATHS} paths")
-        self.answered += 1
-        return self.path[self.answered - 1] if self.answered <= len(self.path) else True
+        wanted = self.path[self.answered] if self.answered < len(self.path) else True
+        self.given.append(wanted != ((*self.given, wanted) in self.refused))
+        return self.given[-1]
+
+    @property
+    def answered(self) -> int:
+        return len(self.given)
+
+
+@dataclass
+class KnownPaths:
+    """What runs have shown of modules that branch."""
+
+    refused: dict[str, frozenset[Path]] = field(default_factory=dict)
+    """By module: answers after which it raises, as an ``assert`` does. No run goes on from there, on any rank."""
+    passing: dict[str, frozenset[int]] = field(default_factory=dict)
+    """By module: the places of results that are, on every path, tensors that were there before the condition."""
+
+    _own: dict[str, frozenset[Path]] = field(default_factory=dict)
+    """Those of ``refused`` after which this very module has raised,"""
+    _apart: set[str] = field(default_factory=set)
+    """and modules that do not raise where others of their class do."""
+
+    def refuse(self, name: str, answers: Path, like: Iterable[str]) -> None:
+        """A module has raised; those ``like`` it are taken to do so as well, until they have been asked."""
+        self._own[name] = self._own.get(name, frozenset()) | {answers}
+        for one in {name, *like} - (self._apart - {name}):
+            self.refused[one] = self.refused.get(one, frozenset()) | {answers}
+
+    def refuses(self, name: str, path: Path) -> bool:
+        """Whether the module raises somewhere along ``path``."""
+        return any(path[:count] in self.refused.get(name, ()) for count in range(1, len(path) + 1))
+
+    def forget(self, name: str, answers: Path) -> bool:
+        """Whether it was taken from other modules that this one raises, which it does not."""
+        if answers in self._own.get(name, ()):
+            return False
+        self._apart.add(name)
+        self.refused[name] = self._own.get(name, frozenset())
+        return True
+
+    @property
+    def asked(self) -> tuple[object, ...]:
+        """For comparison."""
+        return frozenset(self.refused.items()), frozenset(self.passing.items())
+
+
+class Renews(Exception):
+    """The module ``name`` gives another tensor than on other paths."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"{name} gives a tensor that was there before on some paths alone")
+        self.name = name
+
+
+def passed_in(runs: Sequence[Recording]) -> dict[str, frozenset[int]]:
+    """The places of results that are the same tensors from before the condition in all ``runs``, where there are any.
+    """
+    calls: dict[tuple[str, int], list[dict[int, Any]]] = {}
+    for run in runs:
+        count: Counter[str] = Counter()
+        for rest in run.rests:
+            anywhere = {place: one[1:] if isinstance(one, tuple) else one for place, one in rest.passed.items()}
+            calls.setdefault((rest.module, count[rest.module]), []).append(anywhere)
+            count[rest.module] += 1
+    found: dict[str, frozenset[int]] = {}
+    for (module, _), passed in calls.items():
+        same = frozenset(place for place, one in passed[0].items() if all(other.get(place) == one for other in passed))
+        found[module] = found.get(module, same) & same
+    return {module: places for module, places in found.items() if places}
 
 
 def paths_after(path: Path, rests: Iterable[Rest]) -> list[Path]:

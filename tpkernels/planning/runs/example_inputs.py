@@ -110,7 +110,7 @@ class Observation:
             self.examples, self.calls, self._asking = [], {}, set()
             self.recording, self.note = None, ""
             self._record_all(self.shadow, model, given, guesses, sizes)
-            if self._asking <= {(self.shadow.asking, self.shadow.decides)}:  # else a run has changed those before it
+            if self._asking <= {(self.shadow.asking, self.shadow.decides, self.shadow.known.asked)}:  # else a run has changed those before it
                 break
 
     def _record_all(
@@ -204,7 +204,7 @@ class Observation:
                 if found:
                     shadow.ask_as(*asking)
                 continue
-            self._asking.add((shadow.asking, shadow.decides))
+            self._asking.add((shadow.asking, shadow.decides, shadow.known.asked))
             calls = [recording, *recording.others, *self._second(shadow, call, recording)]
             try:
                 calls += self._with_other_dice(shadow, call, recording)

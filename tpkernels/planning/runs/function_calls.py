@@ -41,7 +41,7 @@ class StatisticCall(NamedTuple):
 
 
 class MaximumCall(NamedTuple):
-    """One largest element of a tensor in a recording, by the event that it begins with."""
+    """One largest or smallest element of a tensor in a recording, by the event that it begins with."""
 
     module: str
     """The innermost module that is being called."""
@@ -50,6 +50,7 @@ class MaximumCall(NamedTuple):
     source: Any
     result: Any
     dtype: torch.dtype
+    smallest: bool
 
 
 class ProductCall(NamedTuple):
@@ -91,8 +92,8 @@ class _Calls(TorchFunctionMode):
         try:
             if statistic is not None:
                 return self.session.statistic_taken(statistic, lambda: func(*args, **kwargs))
-            if (x := taken_from(func, args, kwargs)) is not None:
-                return self.session.maximum_taken(x, lambda: func(*args, **kwargs))
+            if (taken := taken_from(func, args, kwargs)) is not None:
+                return self.session.maximum_taken(taken, lambda: func(*args, **kwargs))
             if product is not None:
                 return self.session.product_taken(product, lambda: func(*args, **kwargs))
             if func is torch.Tensor.__setitem__:

@@ -34,11 +34,12 @@ from dataclasses import dataclass, replace
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from tpkernels.planning.modules.experts import CalledOtherwise
-from tpkernels.planning.runs.conditions import MOST_PATHS, Path, paths_after
+from tpkernels.planning.runs.conditions import MOST_PATHS, Path, Renews, passed_in, paths_after
 from tpkernels.planning.runs.events import NotOpaque, Opaque
 from tpkernels.planning.runs.example_calls import Example
 from tpkernels.planning.runs.fake_answers import FEW, GUESSES, Guess
 from tpkernels.planning.runs.known_values import Changes
+from tpkernels.planning.runs.session import Scope
 from tpkernels.planning.runs.shadow import Shadow
 from tpkernels.planning.runs.shared_conditions import (
     MOST_DECIDED,
@@ -75,6 +76,14 @@ class _Close(Exception):
     """The module that asks for what only sizes may depend on."""
 
 
+@dataclass
+class _Refuses(Exception):
+    """The module ``name`` raises after these answers."""
+
+    name: str
+    answers: Path
+
+
 class _GuessFailed(Exception):
     """An opaque module does not run with what was guessed."""
 
@@ -91,7 +100,15 @@ def record(shadow: Shadow, call: Example, after: Recording | None = None) -> Rec
     beyond_all: Exception | None = None
     for _ in range(MOST_OPAQUE):
         try:
-            return _with_all_answers(shadow, call, after)
+            first = _with_all_answers(shadow, call, after)
+            if _is_refused(shadow, first) and not _pass_on(shadow, [first, *first.others]):
+                return first
+        except _Refuses as refuses:
+            kind = type(shadow.modules[refuses.name])
+            like = [name for name in shadow.branching if type(shadow.modules[name]) is kind]
+            shadow.known.refuse(refuses.name, refuses.answers, like)
+        except Renews as renews:
+            shadow.known.passing[renews.name] = frozenset()
         except Undecided:
             shadow.decides = False
         except _Close as close:
@@ -111,6 +128,40 @@ def record(shadow: Shadow, call: Example, after: Recording | None = None) -> Rec
         except Changes as error:
             shadow.constants = [one for one in shadow.constants if storage_of(one[0]) not in error.storages]
     raise RuntimeError(f"more than {MOST_OPAQUE} modules need the values of tensors")
+
+
+def _pass_on(shadow: Shadow, runs: list[Recording]) -> bool:
+    """Whether branching modules are found to pass tensors on, which are to be followed."""
+    found = {name: places for name, places in passed_in(runs).items() if name not in shadow.known.passing}
+    shadow.known.passing |= found
+    return bool(found)
+
+
+def _is_refused(shadow: Shadow, run: Recording) -> bool:
+    """Whether each call of a module raises where another module of its class has raised, on what ``run`` gave it; if
+    one does not, what was taken from others is forgotten."""
+    asking = {rest.module for rest in run.rests}
+    calls = [(scope, path) for scope in run.scopes if scope.name in asking
+             for path in shadow.known.refused.get(scope.name, ())]  # fmt: skip
+    for scope, path in calls:
+        if not _raises_alone(shadow, scope, path, run):
+            if not shadow.known.forget(scope.name, path):
+                raise _Close(scope.name, ValueError(f"{scope.name} raises in some calls, and not in others"))
+            return False
+    return True
+
+
+def _raises_alone(shadow: Shadow, scope: Scope, path: Path, run: Recording) -> bool:
+    """Whether one call of a module raises after these answers."""
+    alone = Recording(shadow, paths=(path,))
+    refused = shadow.known.refused.pop(scope.name)
+    try:
+        alone.run_scope(scope, run)
+    except Exception:  # noqa: BLE001 - what the model raises
+        return alone.rest is not None and tuple(alone.rest.given) == path
+    finally:
+        shadow.known.refused[scope.name] = refused
+    return False
 
 
 def _alike(shadow: Shadow, name: str) -> list[str]:
@@ -239,17 +290,25 @@ def _on_other_paths(shadow: Shadow, call: Example, first: Recording) -> list[Rec
     todo = paths_after((), first.rests)
     while todo:
         path = todo.pop(0)
+        if all(shadow.known.refuses(rest.module, path) for rest in first.rests):
+            continue  # calls would go another way, which is one of the others
         if len(found) + 1 == MOST_PATHS:
             asks = max(first.rests, key=lambda rest: rest.answered).module
             raise _Close(asks, ValueError(f"{asks} has more than {MOST_PATHS} paths"))
-        found.append(_run(shadow, first.guess, call, first.after, (path,), first.turns))
-        todo += paths_after(path, found[-1].rests)
+        run = _run(shadow, first.guess, call, first.after, (path,), first.turns)
+        todo += paths_after(path, run.rests)
+        if all(_answers(run) != _answers(other) for other in (first, *found)):  # else they are refused, or asked nowhere
+            found.append(run)
     mixture = ((), *(path for run in found for path in run.paths))
     mixed = found and len(first.rests) > 1
     mixtures = [_run(shadow, first.guess, call, first.after, mixture, first.turns)] if mixed else []
     for other in (*found, *mixtures):
         _compare_paths(first, other)
     return found
+
+
+def _answers(run: Recording) -> list[list[bool]]:
+    return [rest.given for rest in run.rests]
 
 
 def _compare_paths(first: Recording, other: Recording) -> None:
@@ -290,7 +349,7 @@ def _run(
     except NotOpaque as error:
         beyond = error.name if error.name in shadow.branching else recording.callers[error.name]
         raise _Close(beyond, error) from error
-    except (CalledOtherwise, Changes, Undecided):
+    except (CalledOtherwise, Changes, Renews, Undecided):
         raise
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         if recording.rest is not None:
@@ -301,8 +360,11 @@ def _run(
             raise _Close(recording.innermost, error, asks=recording.innermost) from error
         raise _GuessFailed from error
     except Exception as error:
-        if recording.rest is not None:
-            raise _Close(recording.rest.module, error) from error
+        if (rest := recording.rest) is not None:
+            other = (*rest.given[:-1], not rest.given[-1]) if rest.given else ()
+            if rest.given and other not in rest.refused:
+                raise _Refuses(rest.module, tuple(rest.given)) from error
+            raise _Close(rest.module, error) from error
         if recording.failed_in is not None or recording.asked_openly:
             raise _GuessFailed from error
         if recording.asked:

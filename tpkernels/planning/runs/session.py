@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from tpkernels.nn.cut_experts import arguments_of, called_with, caller_of
 from tpkernels.nn.host_generators import HostStates
 from tpkernels.planning.modules.experts import CalledOtherwise
 from tpkernels.planning.modules.numbers import width_in
-from tpkernels.planning.runs.conditions import Path, Rest
+from tpkernels.planning.runs.conditions import Path, Renews, Rest
 from tpkernels.planning.runs.events import (
     TRANSPARENT,
     Event,
@@ -270,7 +270,8 @@ class Session(Told, TorchDispatchMode):
         self.quiet, self.quiet_calls = name, []
         path = self.paths[len(self.rests) % len(self.paths)]
         shapes, sources = [Shape(tensor.shape) for tensor in tensors], tuple(map(self.source, tensors))
-        self.rest = Rest(name, path, shapes, sources)
+        refused, buffers = self.shadow.known.refused.get(name, frozenset()), self.shadow.modules[name]._buffers
+        self.rest = Rest(name, path, shapes, sources, refused, buffers=dict(buffers))
         self.rests.append(self.rest)
         self.before_rest(self.rest, tensors)
 
@@ -281,18 +282,54 @@ class Session(Told, TorchDispatchMode):
         out = forward(*args, **kwargs)
         if self.rest is None:
             return out
-        rest, given = self.rest, as_given(out)
-        self.rest_gives(rest, tensors_in(out))
+        rest = self.rest
+        leaves, spec = tree_flatten(out)
+        passing = self._passing(rest, leaves)
+        given = as_given(tree_unflatten([place if place in passing else x for place, x in enumerate(leaves)], spec))
+        self.rest_gives(rest, [*tensors_in([x for n, x in enumerate(leaves) if n not in passing]), *rest.kept.values()])
         self.quiet = self.rest = None
-        out = tree_map_only(Tensor, self._fresh, out)
-        outputs = tensors_in(out)
+        fresh = [self._fresh(x) if n not in passing and isinstance(x, Tensor) else x for n, x in enumerate(leaves)]
+        outputs = tensors_in([x for n, x in enumerate(fresh) if n not in passing])
         if any(storage_of(tensor) in self._born for tensor in outputs):
             raise NotOpaque(name, "returns tensors inside of an object that cannot be rebuilt")
-        self.after_rest(rest, given, outputs)
-        return out
+        self.after_rest(rest, given, [*outputs, *self._left_in_buffers(rest)])
+        return tree_unflatten(fresh, spec)
+
+    def _passing(self, rest: Rest, leaves: list[Any]) -> frozenset[int]:
+        """The places of results that are tensors from before the condition, on every path.
+
+        Raises:
+            Renews: on this one they are others.
+        """
+        before = {
+            place: leaf for place, leaf in enumerate(leaves)
+            if isinstance(leaf, Tensor) and id(leaf) not in rest.made and storage_of(leaf) not in self._born
+        }  # fmt: skip
+        rest.passed = {place: self.source(leaf) for place, leaf in before.items()}
+        passing = self.shadow.known.passing.get(rest.module, frozenset())
+        if not passing <= before.keys():
+            raise Renews(rest.module)
+        return passing
+
+    def _passes(self, rest: Rest) -> list[Any]:
+        """Which tensors they are, in every run alike."""
+        passing = sorted(self.shadow.known.passing.get(rest.module, ()))
+        return [one[1:] if isinstance(one := rest.passed[place], tuple) else one for place in passing]
+
+    def _left_in_buffers(self, rest: Rest) -> list[Tensor]:
+        """What stands for that which a rest has put into buffers: whole tensors, of which nobody wants a gradient."""
+        found = []
+        for name, tensor in sorted(rest.kept.items()):
+            left = self.new_output(tensor, tuple(tensor.shape), tensor.dtype)
+            del self.origins[storage_of(left)]
+            self.shadow.modules[rest.module]._buffers[name] = left
+            self.changes.append(((rest.module, name), Held("_buffers", left)))
+            found.append(left)
+        return found
 
     def _note_rest(self, rest: Rest, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         tensors, outputs = ([x for x in tree_leaves(of) if isinstance(x, Tensor)] for of in ((args, kwargs), out))
+        rest.made.update(map(id, outputs))
         packet = canonical(func)
         if packet in TRANSPARENT:
             self.made[id(out)] = self.source(tensors[0])
@@ -354,8 +391,21 @@ class Session(Told, TorchDispatchMode):
     def changed(self, attribute: tuple[str, str], held: Held | None) -> None:
         """The model's code has changed an attribute of a module."""
         if self.rest is not None:
-            raise NotOpaque(self.rest.module, f"changes {'.'.join(attribute)} after a condition")
+            if not self._is_own_buffer(self.rest, attribute, held):
+                raise NotOpaque(self.rest.module, f"changes {'.'.join(attribute)} after a condition")
+            assert held is not None
+            self.rest.kept[attribute[1]] = held.value
         self.changes.append((attribute, held))
+
+    def _is_own_buffer(self, rest: Rest, attribute: tuple[str, str], held: Held | None) -> bool:
+        """Whether it is a buffer of the module that asked, which stays as it is but for its numbers: a range of what
+        it has seen."""
+        before = rest.buffers.get(attribute[1]) if attribute[0] == rest.module else None
+        if held is None or held.place != "_buffers" or not isinstance(before, Tensor):
+            return False
+        new = held.value
+        alike = isinstance(new, Tensor) and (new.shape, new.dtype) == (before.shape, before.dtype)
+        return alike and new not in self.requiring
 
     def state_after(self, changes: int | None = None) -> State:
         """What modules have after so many changes; after all of them by default."""

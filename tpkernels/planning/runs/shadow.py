@@ -33,6 +33,7 @@ from tpkernels.planning.modules.numbers import root_of, set_number
 from tpkernels.planning.modules.own_code import rebased
 from tpkernels.planning.modules.part_norms import KnownNorm, may_be_norm
 from tpkernels.planning.modules.reporting import REPORTING
+from tpkernels.planning.runs.conditions import KnownPaths
 from tpkernels.planning.runs.fake_answers import GUESSES, Answers, fake_as_real
 from tpkernels.planning.runs.fake_copies import like, uncopyable
 from tpkernels.planning.runs.function_calls import functions_seen
@@ -118,6 +119,7 @@ class Shadow:
         """Whether runs are with gradients enabled; no tensor has one."""
         self.modules = dict(self.model.named_modules())
         self.session: Session | None = None
+        self.known = KnownPaths()
         self.opaque: set[str] = set()
         """Modules that need the values of tensors."""
         self._followed: dict[str, Any] = {}

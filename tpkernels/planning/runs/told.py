@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from tpkernels.nn.parameter_products import Product
+from tpkernels.nn.part_maxima import Extreme
 from tpkernels.nn.part_statistics import Statistic
 from tpkernels.planning.runs.conditions import Rest
 from tpkernels.planning.runs.gradient_code import Works
@@ -79,8 +80,8 @@ class Told:
         """A mean or a spread of the last dimension (``nn/part_statistics.py``), also inside of an opaque module."""
         return run()
 
-    def maximum_taken(self, x: Tensor, run: Callable[[], Tensor]) -> Tensor:
-        """The largest element of a tensor (``nn/part_maxima.py``), also inside of an opaque module."""
+    def maximum_taken(self, taken: Extreme, run: Callable[[], Tensor]) -> Tensor:
+        """The largest or smallest element of a tensor (``nn/part_maxima.py``), also inside of an opaque module."""
         return run()
 
     def product_taken(self, product: Product, run: Callable[[], Tensor]) -> Tensor:

@@ -13,12 +13,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_leaves
 
 from tpkernels.nn.host_generators import host_states
 from tpkernels.nn.parameter_products import Product
+from tpkernels.nn.part_maxima import Extreme
 from tpkernels.nn.part_statistics import Statistic
 from tpkernels.nn.sliced_arguments import named_arguments
 from tpkernels.planning.modules.channel_modules import ChannelCall
@@ -272,10 +274,14 @@ class Recording(Graph):
             self.statistics[start] = StatisticCall(statistic, *where, tuple(y.shape))
         return y
 
-    def maximum_taken(self, x: Tensor, run: Callable[[], Tensor]) -> Tensor:
-        start, source, y = len(self.events), self.source(x), run()
+    def maximum_taken(self, taken: Extreme, run: Callable[[], Tensor]) -> Tensor:
+        start, nodes, source, y = len(self.events), len(self.nodes), self.source(taken.x), run()
         if self.quiet is None:
-            self.maxima[start] = MaximumCall(self.innermost, len(self.events), source, self.source(y), y.dtype)
+            where = self.innermost, len(self.events), source, self.source(y)
+            self.maxima[start] = MaximumCall(*where, y.dtype, taken.smallest)
+            if torch.is_grad_enabled() and y not in self.requiring:  # a range that is noted, of what is detached
+                for node in self.nodes[nodes:]:
+                    node.severed = True
         return y
 
     def product_taken(self, product: Product, run: Callable[[], Tensor]) -> Tensor:
@@ -324,7 +330,8 @@ class Recording(Graph):
         self._link_opaque([], outputs)
         shapes, self.rest_at[len(self.events)] = [Shape(output.shape) for output in outputs], rest
         rest.trained = [output in self.requiring for output in outputs]
-        self._add(Event(Opaque(rest.module), rest.asked, {"gives": given}, shapes, sources=rest.sources), outputs)
+        told = {"gives": given, "passes": self._passes(rest), "keeps": sorted(rest.kept)}
+        self._add(Event(Opaque(rest.module), rest.asked, told, shapes, sources=rest.sources), outputs)
 
     def after_mixture(self, name: str, given: list[Tensor], out: Tensor, slots: int) -> None:
         x = given[0]
