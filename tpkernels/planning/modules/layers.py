@@ -7,8 +7,9 @@ further modules, and a call runs torch's own ``forward``.  A ``forward`` of the 
 (:mod:`tpkernels.planning.modules.own_code`): it is code around ``super().forward(x)``, which then runs around the
 parallel layer, with its buffers; or it computes what torch's does.  So does a class that :func:`register_layer` was
 told of.  A class that is none of torch's counts if its code multiplies by its own weight, and does no more
-(:mod:`tpkernels.planning.modules.own_layers`); that code goes on around the parallel layer.  An ``nn.Linear`` whose class was given another ``forward`` does not count.  Modules with hooks,
-parametrizations or a ``forward`` of the instance stay as they are, because a swap would lose these.
+(:mod:`tpkernels.planning.modules.own_layers`); that code goes on around the parallel layer.  An ``nn.Linear`` whose
+class was given another ``forward`` does not count.  Modules with hooks, parametrizations or a ``forward`` of the
+instance stay as they are, because a swap would lose these.
 
 A swapped layer is an instance of the parallel class.  It keeps the plain attributes of the old layer, and the methods
 and class attributes that a subclass of torch's added.  If the parallel layer already has an attribute of that name, the
@@ -140,10 +141,11 @@ def register_layer(cls: type[nn.Module], kind: str) -> None:
 def own_call(module: nn.Module) -> OwnLayer | None:
     """As what a module of a class of its own computes, whose code makes one product with its own weight."""
     kind: Any = type(module)
+    root: Any = nn.Module
     if isinstance(module, tuple(_FORWARDS)) or kind in _REGISTERED or kind.__name__ == "Conv1D":
         return None
     guarded = ({*dir(nn.Module), "__getattribute__"} | _names_of_ours()) - HARMLESS - {"forward"}
-    if any(name in guarded for own in _own_classes(kind, nn.Module) for name in vars(own)):
+    if any(name in guarded for own in _own_classes(kind, root) for name in vars(own)):
         return None
     return own_layer(module)
 
@@ -187,7 +189,8 @@ def unswappable(module: nn.Module) -> str | None:
     taken = [name for name in _attributes(module) if name in _names_of_ours()]
     if own_call(module) is not None:  # of the others it may have those alone that the layer has as well
         known, named = vars(as_torchs(module)), vars(module).items()
-        taken += [name for name, value in named if name in known and not name.startswith("_") and value != known[name]]
+        shared = [(name, value) for name, value in named if name in known and not name.startswith("_")]
+        taken += [name for name, value in shared if not (type(value) is type(known[name]) and value == known[name])]
     if taken:
         return f"has attributes {taken}, names that a parallel layer uses itself"
     return None
@@ -199,7 +202,8 @@ def take_place(old: nn.Module, new: nn.Module) -> None:
     base, own = own_base(old), own_call(old)
     kept, kind = _attributes(old), _with_members(*classes)
     if own is not None:
-        kind = around_own_calls(rebased(type(old), nn.Module, type(new)), type(new))
+        code, layer = cast("tuple[Any, Any]", (rebased(type(old), nn.Module, type(new)), type(new)))
+        kind = around_own_calls(code, layer)
         kept = {name: value for name, value in vars(old).items() if name not in new.__dict__}
     elif base is not None:
         kind = rebased(type(old), base, type(new))

@@ -44,8 +44,8 @@ class _Other(Exception):
 
 def own_layer(module: nn.Module) -> OwnLayer | None:
     """As which of torch's layers ``module`` computes by a product with its own weight; None if it does not."""
-    own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
-    weight: Any = own.get("weight")
+    own: dict[str, Any] = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+    weight = own.get("weight")
     if weight is None or not own.keys() <= {"weight", "bias"} or module._modules or type(module).forward is _FORWARD:
         return None
     if any(is_lazy(one) or isinstance(one, DTensor) for one in own.values()) or weight.dim() != 2:
@@ -118,8 +118,8 @@ class _Seen(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is F.embedding:
             self.padding = kwargs.get("padding_idx", args[2] if len(args) > 2 else None)
-        calls = OwnCalls(self.module, lambda x: x, padding=self.padding)
-        if self.result is not None or func not in (F.linear, F.embedding) or calls.taken(func, args, kwargs) is not self.x:
+        taken = OwnCalls(self.module, lambda x: x, padding=self.padding).taken(func, args, kwargs)
+        if self.result is not None or taken is not self.x:
             raise _Other
         self.result = func(*args, **kwargs)
         return self.result

@@ -2,8 +2,8 @@
 
 It owns :class:`MaximumSteps`, between the steps that take statistics of features and products with parameters.  Such a
 call is one step (:mod:`tpkernels.nn.part_maxima`): what it gives is whole, and each rank has a share of its gradient,
-if anybody wants one.  It is proven only in the module that calls the layers of the group, or inside of it, and only
-where this module, and those in it, take it of nothing that is whole, and of which somebody wants a gradient.
+if the code has not detached x.  It is proven only in the module that calls the layers of the group, or inside of it,
+and only where this module, and those in it, take it of nothing that is whole, and not detached.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tpkernels.nn.part_maxima import Extreme
 from tpkernels.planning.replays.statistic_steps import StatisticSteps
+from tpkernels.planning.runs.tensors import storage_of
 from tpkernels.planning.splits import CROSSED, Unproven, degrees
 
 __all__ = ["MaximumSteps"]
@@ -38,7 +39,7 @@ class MaximumSteps(StatisticSteps):
             self.maxima[name] = self.maxima.get(name, frozenset()) | groups
 
     def maximum_taken(self, taken: Extreme, run: Callable[[], Tensor]) -> Tensor:
-        x, trained = taken.x, taken.x in self.requiring
+        x, trained = taken.x, taken.x not in self.detached
         module = self.inside[-1] if self.inside else ""
         split = self._splits.get(id(x)) if self.quiet is None else None
         cut = split is not None and split != CROSSED and not split.copied and not degrees()
@@ -57,6 +58,8 @@ class MaximumSteps(StatisticSteps):
         self.made[id(out)] = call.result
         if trained:
             self._summed.add(id(out))
+        else:  # a constant to the gradients
+            del self.origins[storage_of(out)]
         self._groups[id(out)] = groups
         return out
 

@@ -15,6 +15,7 @@ from tpkernels.planning.replays.gradients import Gradients
 from tpkernels.planning.replays.roles import Role
 from tpkernels.planning.runs.conditions import Rest
 from tpkernels.planning.runs.events import Event, Mixture, Opaque, Shape, Source, as_given, is_random
+from tpkernels.planning.runs.rests import passes
 from tpkernels.planning.runs.shadow import Shadow
 from tpkernels.planning.runs.trace import Recording
 from tpkernels.planning.splits import Unproven
@@ -113,7 +114,7 @@ class WholeSteps(Gradients):
 
     def after_rest(self, rest: Rest, given: Any, outputs: list[Tensor]) -> None:
         event, recorded = self.recording.events[self._at - 1], self.recording.rest_at[self._at - 1]
-        told = given, self._passes(rest), sorted(rest.kept)
+        told = given, passes(self, rest), sorted(rest.kept)
         if rest.steps != recorded.steps or tuple(event.kwargs[key] for key in ("gives", "passes", "keeps")) != told:
             raise Unproven(f"what {rest.module} runs after a condition depends on the number of features of one rank")
         self._made(outputs)

@@ -132,8 +132,7 @@ class Renews(Exception):
 
 
 def passed_in(runs: Sequence[Recording]) -> dict[str, frozenset[int]]:
-    """The places of results that are the same tensors from before the condition in all ``runs``, where there are any.
-    """
+    """The places of results that are the same tensors from before the condition in all ``runs``."""
     calls: dict[tuple[str, int], list[dict[int, Any]]] = {}
     for run in runs:
         count: Counter[str] = Counter()

@@ -110,7 +110,7 @@ class Observation:
             self.examples, self.calls, self._asking = [], {}, set()
             self.recording, self.note = None, ""
             self._record_all(self.shadow, model, given, guesses, sizes)
-            if self._asking <= {(self.shadow.asking, self.shadow.decides, self.shadow.known.asked)}:  # else a run has changed those before it
+            if self._asking <= {_asked(self.shadow)}:  # else a run has changed those before it
                 break
 
     def _record_all(
@@ -204,7 +204,7 @@ class Observation:
                 if found:
                     shadow.ask_as(*asking)
                 continue
-            self._asking.add((shadow.asking, shadow.decides, shadow.known.asked))
+            self._asking.add(_asked(shadow))
             calls = [recording, *recording.others, *self._second(shadow, call, recording)]
             try:
                 calls += self._with_other_dice(shadow, call, recording)
@@ -292,6 +292,11 @@ class Observation:
             named = {f"argument {number}": value for number, value in enumerate(call.args)} | dict(call.kwargs)
         shapes = [f"{name} {_shapes(tensors)}" for name, value in named.items() if (tensors := tensors_in(value))]
         return (f"{call.method} of " if call.method else "") + ", ".join(shapes)
+
+
+def _asked(shadow: Shadow) -> tuple[object, ...]:
+    """What runs know of modules that ask for values."""
+    return shadow.asking, shadow.decides, shadow.known.asked
 
 
 def observe(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tpkernels.planning.runs.session import Session
     from tpkernels.planning.runs.shadow import Shadow
 
-__all__ = ["Requiring", "Works", "code_of_gradients"]
+__all__ = ["Detached", "Requiring", "Works", "code_of_gradients"]
 
 Works = Callable[[Sequence[int | None], int], bool]
 """Whether a function works on each slice by itself, where tensors among its arguments are cut in these dimensions, and
@@ -66,6 +66,27 @@ class Requiring:
                 return
         given = {id(tensor) for tensor in tensors}
         self._detached |= {id(out) for out in outputs if storage_of(out) in self._storages} - given
+
+
+class Detached:
+    """Which tensors of a run have no gradient, whatever is trained: the model's code has detached what they are of."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self._ids: set[int] = set()
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._ids or not self.session.has_origin(tensor)
+
+    def passed(self, func: Any, tensors: Sequence[Tensor], outputs: Iterable[Tensor]) -> None:
+        """``func`` made ``outputs`` of ``tensors``, or wrote to them."""
+        ids = {id(output) for output in outputs}
+        cut = func.overloadpacket is torch.ops.aten.detach
+        cut |= self.session.shadow.gradients and not torch.is_grad_enabled()  # within ``torch.no_grad()``
+        if cut or all(tensor in self for tensor in tensors):
+            self._ids |= ids
+        else:
+            self._ids -= ids
 
 
 @contextmanager

@@ -26,6 +26,7 @@ becomes a step because of these (:mod:`tpkernels.planning.runs.shared_conditions
 
 from __future__ import annotations
 
+import dis
 import re
 from collections.abc import Iterable
 from contextlib import suppress
@@ -101,7 +102,8 @@ def record(shadow: Shadow, call: Example, after: Recording | None = None) -> Rec
     for _ in range(MOST_OPAQUE):
         try:
             first = _with_all_answers(shadow, call, after)
-            if _is_refused(shadow, first) and not _pass_on(shadow, [first, *first.others]):
+            runs = {run.turns: run for run in (*first.others, first)}.values()
+            if all(_is_refused(shadow, run) for run in runs) and not _pass_on(shadow, [first, *first.others]):
                 return first
         except _Refuses as refuses:
             kind = type(shadow.modules[refuses.name])
@@ -151,14 +153,27 @@ def _is_refused(shadow: Shadow, run: Recording) -> bool:
     return True
 
 
+def _is_the_models(error: Exception) -> bool:
+    """Whether code outside of torch has raised it by ``raise`` or ``assert``: what fails on fake tensors alone may run
+    on others."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None or error.__cause__ is not None or error.__context__ is not None:
+        return False
+    home = trace.tb_frame.f_globals.get("__name__", "").split(".")[0]
+    raises = trace.tb_frame.f_code.co_code[trace.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+    return raises and home not in ("torch", "tpkernels")
+
+
 def _raises_alone(shadow: Shadow, scope: Scope, path: Path, run: Recording) -> bool:
     """Whether one call of a module raises after these answers."""
     alone = Recording(shadow, paths=(path,))
     refused = shadow.known.refused.pop(scope.name)
     try:
         alone.run_scope(scope, run)
-    except Exception:  # noqa: BLE001 - what the model raises
-        return alone.rest is not None and tuple(alone.rest.given) == path
+    except Exception as error:  # noqa: BLE001 - what the model raises
+        return alone.rest is not None and tuple(alone.rest.given) == path and _is_the_models(error)
     finally:
         shadow.known.refused[scope.name] = refused
     return False
@@ -297,7 +312,7 @@ def _on_other_paths(shadow: Shadow, call: Example, first: Recording) -> list[Rec
             raise _Close(asks, ValueError(f"{asks} has more than {MOST_PATHS} paths"))
         run = _run(shadow, first.guess, call, first.after, (path,), first.turns)
         todo += paths_after(path, run.rests)
-        if all(_answers(run) != _answers(other) for other in (first, *found)):  # else they are refused, or asked nowhere
+        if all(_answers(run) != _answers(other) for other in (first, *found)):  # others may be refused
             found.append(run)
     mixture = ((), *(path for run in found for path in run.paths))
     mixed = found and len(first.rests) > 1
@@ -362,7 +377,7 @@ def _run(
     except Exception as error:
         if (rest := recording.rest) is not None:
             other = (*rest.given[:-1], not rest.given[-1]) if rest.given else ()
-            if rest.given and other not in rest.refused:
+            if rest.given and other not in rest.refused and _is_the_models(error):
                 raise _Refuses(rest.module, tuple(rest.given)) from error
             raise _Close(rest.module, error) from error
         if recording.failed_in is not None or recording.asked_openly:

@@ -20,7 +20,7 @@ from tpkernels.nn.cut_experts import arguments_of, called_with, caller_of
 from tpkernels.nn.host_generators import HostStates
 from tpkernels.planning.modules.experts import CalledOtherwise
 from tpkernels.planning.modules.numbers import width_in
-from tpkernels.planning.runs.conditions import Path, Renews, Rest
+from tpkernels.planning.runs.conditions import Path, Rest
 from tpkernels.planning.runs.events import (
     TRANSPARENT,
     Event,
@@ -32,10 +32,11 @@ from tpkernels.planning.runs.events import (
     canonical,
     constant_of,
 )
-from tpkernels.planning.runs.gradient_code import Requiring
+from tpkernels.planning.runs.gradient_code import Detached, Requiring
 from tpkernels.planning.runs.higher_order_ops import as_op
 from tpkernels.planning.runs.known_values import KnownValues, is_condition
 from tpkernels.planning.runs.module_state import Held, State
+from tpkernels.planning.runs.rests import is_own_buffer, left_in_buffers, passing_places
 from tpkernels.planning.runs.shadow import Shadow
 from tpkernels.planning.runs.shared_conditions import Alike, Decided, Turns, turn_of
 from tpkernels.planning.runs.tensors import can_require_grad, storage_of, tensors_in, written_by
@@ -109,7 +110,7 @@ class Session(Told, TorchDispatchMode):
         """and those that this run changes, in order."""
         self.origins: dict[int, Origin] = {}
         self.made: dict[int, Source] = {}
-        self.requiring = Requiring(shadow)
+        self.requiring, self.detached = Requiring(shadow), Detached(self)
         self.kept: list[Any] = []
         """Every tensor seen, so that ids stay theirs."""
         self.guess = shadow.guess
@@ -196,6 +197,7 @@ class Session(Told, TorchDispatchMode):
         if self.quiet is None:
             self.alike.passed(func, args, kwargs, tensors, outputs)
         self.requiring.passed(func, tensors, outputs)
+        self.detached.passed(func, tensors, outputs)
         return out
 
     # ------------------------------------------------------------------ opaque modules
@@ -284,7 +286,7 @@ class Session(Told, TorchDispatchMode):
             return out
         rest = self.rest
         leaves, spec = tree_flatten(out)
-        passing = self._passing(rest, leaves)
+        passing = passing_places(self, rest, leaves)
         given = as_given(tree_unflatten([place if place in passing else x for place, x in enumerate(leaves)], spec))
         self.rest_gives(rest, [*tensors_in([x for n, x in enumerate(leaves) if n not in passing]), *rest.kept.values()])
         self.quiet = self.rest = None
@@ -292,40 +294,12 @@ class Session(Told, TorchDispatchMode):
         outputs = tensors_in([x for n, x in enumerate(fresh) if n not in passing])
         if any(storage_of(tensor) in self._born for tensor in outputs):
             raise NotOpaque(name, "returns tensors inside of an object that cannot be rebuilt")
-        self.after_rest(rest, given, [*outputs, *self._left_in_buffers(rest)])
+        self.after_rest(rest, given, [*outputs, *left_in_buffers(self, rest)])
         return tree_unflatten(fresh, spec)
 
-    def _passing(self, rest: Rest, leaves: list[Any]) -> frozenset[int]:
-        """The places of results that are tensors from before the condition, on every path.
-
-        Raises:
-            Renews: on this one they are others.
-        """
-        before = {
-            place: leaf for place, leaf in enumerate(leaves)
-            if isinstance(leaf, Tensor) and id(leaf) not in rest.made and storage_of(leaf) not in self._born
-        }  # fmt: skip
-        rest.passed = {place: self.source(leaf) for place, leaf in before.items()}
-        passing = self.shadow.known.passing.get(rest.module, frozenset())
-        if not passing <= before.keys():
-            raise Renews(rest.module)
-        return passing
-
-    def _passes(self, rest: Rest) -> list[Any]:
-        """Which tensors they are, in every run alike."""
-        passing = sorted(self.shadow.known.passing.get(rest.module, ()))
-        return [one[1:] if isinstance(one := rest.passed[place], tuple) else one for place in passing]
-
-    def _left_in_buffers(self, rest: Rest) -> list[Tensor]:
-        """What stands for that which a rest has put into buffers: whole tensors, of which nobody wants a gradient."""
-        found = []
-        for name, tensor in sorted(rest.kept.items()):
-            left = self.new_output(tensor, tuple(tensor.shape), tensor.dtype)
-            del self.origins[storage_of(left)]
-            self.shadow.modules[rest.module]._buffers[name] = left
-            self.changes.append(((rest.module, name), Held("_buffers", left)))
-            found.append(left)
-        return found
+    def is_born(self, tensor: Tensor) -> bool:
+        """Whether it is of what an opaque module, or a rest, has made for itself."""
+        return storage_of(tensor) in self._born
 
     def _note_rest(self, rest: Rest, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         tensors, outputs = ([x for x in tree_leaves(of) if isinstance(x, Tensor)] for of in ((args, kwargs), out))
@@ -391,21 +365,11 @@ class Session(Told, TorchDispatchMode):
     def changed(self, attribute: tuple[str, str], held: Held | None) -> None:
         """The model's code has changed an attribute of a module."""
         if self.rest is not None:
-            if not self._is_own_buffer(self.rest, attribute, held):
+            if not is_own_buffer(self, self.rest, attribute, held):
                 raise NotOpaque(self.rest.module, f"changes {'.'.join(attribute)} after a condition")
             assert held is not None
             self.rest.kept[attribute[1]] = held.value
         self.changes.append((attribute, held))
-
-    def _is_own_buffer(self, rest: Rest, attribute: tuple[str, str], held: Held | None) -> bool:
-        """Whether it is a buffer of the module that asked, which stays as it is but for its numbers: a range of what
-        it has seen."""
-        before = rest.buffers.get(attribute[1]) if attribute[0] == rest.module else None
-        if held is None or held.place != "_buffers" or not isinstance(before, Tensor):
-            return False
-        new = held.value
-        alike = isinstance(new, Tensor) and (new.shape, new.dtype) == (before.shape, before.dtype)
-        return alike and new not in self.requiring
 
     def state_after(self, changes: int | None = None) -> State:
         """What modules have after so many changes; after all of them by default."""

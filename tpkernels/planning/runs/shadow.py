@@ -25,7 +25,6 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from tpkernels.nn.convolution import own_code
 from tpkernels.nn.cut_experts import caller_of
-from tpkernels.nn.own_call import OwnCalls
 from tpkernels.planning.modules.channel_modules import channels_in_groups, channels_of, is_batched, works_by_channel
 from tpkernels.planning.modules.experts import KnownExperts
 from tpkernels.planning.modules.layers import Layer, layer_of, own_base, own_call, unswappable
@@ -42,7 +41,7 @@ from tpkernels.planning.runs.host_draws import COME, drawing
 from tpkernels.planning.runs.known_values import constants_of, values_of
 from tpkernels.planning.runs.module_state import Noting, put
 from tpkernels.planning.runs.trace_leaks import Caches
-from tpkernels.planning.runs.weight_reads import weights_of_layers
+from tpkernels.planning.runs.weight_reads import weights_of_layers, with_own_product
 
 if TYPE_CHECKING:
     from tpkernels.planning.runs.session import Session
@@ -105,7 +104,6 @@ class Shadow:
             name: (name, caller.rpartition(".")[0]) for caller, name in called.items()
         }
         """Experts with the modules that have them and their routers."""
-        self.names: dict[int, str] = {}
         memo: dict[int, Any] = {}
         with self.fake:
             for parameter in model.parameters():
@@ -164,9 +162,9 @@ class Shadow:
             if layer is not None and unswappable(module) is None:
                 self.layers[name] = layer
                 self.owners |= {id(parameter): name for parameter in module.parameters(recurse=False)}
-                base, own = own_base(module), own_call(module)
-                if own is not None:  # the product in its code is the layer
-                    module.forward = self._multiplying(name, own.padding, module.forward)
+                base = own_base(module)
+                if (own := own_call(module)) is not None:  # the product in its code is the layer
+                    module.forward = with_own_product(module, own.padding, self._reporting(name))
                 elif base is None:
                     module.forward = self._reporting(name)
                 else:  # its own code runs, and what that calls is the layer
@@ -371,14 +369,6 @@ class Shadow:
 
         return forward
 
-    def _multiplying(self, name: str, padding: int | None, forward: Callable[..., Any]) -> Any:
-        @functools.wraps(forward)
-        def called(*args: Any, **kwargs: Any) -> Any:
-            with OwnCalls(self.modules[name], self._reporting(name), padding=padding):
-                return forward(*args, **kwargs)
-
-        return called
-
     def _mixing(self, name: str) -> Any:
         def forward(*args: Any, **kwargs: Any) -> Tensor:
             assert self.session is not None
@@ -391,9 +381,10 @@ class Shadow:
         def norm(*args: Any, **kwargs: Any) -> Any:
             gated = len(args) == 2 and all(isinstance(one, Tensor) for one in args)
             alone = len(args) == 1 and isinstance(args[0], Tensor)
-            if self.session is None or self.session.quiet is not None or kwargs or not (alone or gated):
-                return forward(*args, **kwargs)
-            if name in self.branching:  # what stands for a norm does not ask
+            other = (
+                bool(kwargs) or not (alone or gated) or name in self.branching
+            )  # what stands for a norm asks nothing
+            if self.session is None or self.session.quiet is not None or other:
                 return forward(*args, **kwargs)
             return self.session.norm_called(name, forward, *args)
 

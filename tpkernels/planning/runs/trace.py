@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_leaves
@@ -44,6 +43,7 @@ from tpkernels.planning.runs.example_calls import Example
 from tpkernels.planning.runs.function_calls import MaximumCall, ProductCall, StatisticCall
 from tpkernels.planning.runs.graph import Graph, Node
 from tpkernels.planning.runs.op_arguments import memory_of
+from tpkernels.planning.runs.rests import passes
 from tpkernels.planning.runs.session import Scope
 from tpkernels.planning.runs.shadow import Shadow
 from tpkernels.planning.runs.shared_conditions import Turns
@@ -279,7 +279,7 @@ class Recording(Graph):
         if self.quiet is None:
             where = self.innermost, len(self.events), source, self.source(y)
             self.maxima[start] = MaximumCall(*where, y.dtype, taken.smallest)
-            if torch.is_grad_enabled() and y not in self.requiring:  # a range that is noted, of what is detached
+            if taken.x in self.detached:  # a range that is noted
                 for node in self.nodes[nodes:]:
                     node.severed = True
         return y
@@ -330,7 +330,7 @@ class Recording(Graph):
         self._link_opaque([], outputs)
         shapes, self.rest_at[len(self.events)] = [Shape(output.shape) for output in outputs], rest
         rest.trained = [output in self.requiring for output in outputs]
-        told = {"gives": given, "passes": self._passes(rest), "keeps": sorted(rest.kept)}
+        told = {"gives": given, "passes": passes(self, rest), "keeps": sorted(rest.kept)}
         self._add(Event(Opaque(rest.module), rest.asked, told, shapes, sources=rest.sources), outputs)
 
     def after_mixture(self, name: str, given: list[Tensor], out: Tensor, slots: int) -> None:

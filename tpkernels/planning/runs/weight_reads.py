@@ -11,6 +11,7 @@ no step of a run, because code that notes that it was done does it in one run of
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from tpkernels.nn.by_weight import WeightCalls
+from tpkernels.nn.own_call import OwnCalls
 from tpkernels.planning.modules.layers import own_base
 from tpkernels.planning.runs.tensors import tensors_in
 from tpkernels.planning.styles import Replicate, Style
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from tpkernels.planning.runs.shadow import Shadow
     from tpkernels.planning.runs.trace import Recording
 
-__all__ = ["WeightReads", "called_by_weight", "scaled_layer", "weights_of_layers"]
+__all__ = ["WeightReads", "called_by_weight", "scaled_layer", "weights_of_layers", "with_own_product"]
 
 
 _CONVERSIONS = {Tensor.to, Tensor.type, Tensor.type_as, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16}
@@ -54,6 +56,18 @@ def scaled_layer(shadow: Shadow, func: Any, args: tuple[Any, ...]) -> str | None
     """The layer whose weight an op multiplies in place by a number that Python has."""
     by_number = getattr(func, "overloadpacket", None) in _SCALINGS and len(args) == 2 and type(args[1]) in (int, float)
     return shadow.weights.get(id(args[0])) if by_number else None
+
+
+def with_own_product(module: nn.Module, padding: int | None, reports: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    """The ``forward`` of a layer of a class of its own, in which the product with its weight ``reports`` the call."""
+    forward = module.forward
+
+    @functools.wraps(forward)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with OwnCalls(module, reports, padding=padding):
+            return forward(*args, **kwargs)
+
+    return called
 
 
 class WeightReads(WeightCalls):
