@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.mutations.argument_edits import ARGUMENT_EDITS
 from tests.mutations.block_edits import BLOCKS
 from tests.mutations.condition_edits import CONDITIONS
 from tests.mutations.convolution_edits import CONVOLUTIONS
@@ -441,4 +442,5 @@ EDITS = (
     *NORMS,
     *WINDOWS,
     *KEPT_EDITS,
+    *ARGUMENT_EDITS,
 )

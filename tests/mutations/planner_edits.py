@@ -168,8 +168,8 @@ PLANNER = (
     Edit("sharding/local_rules.py", "count if split.dim == len(before) - 1 else 1", "count", PARTS),
     Edit(
         "nn/sliced_arguments.py",
-        "if type(value) in (tuple, list) else ()",
-        "if value is () else ()",
+        "if type(value) in (tuple, list):",
+        "if value == ():",
         "tests/nn/test_sliced_arguments.py",
     ),
     Edit(

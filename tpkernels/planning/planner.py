@@ -35,7 +35,7 @@ from tpkernels.planning.proofs.hypotheses import Attributes, Slice
 from tpkernels.planning.proofs.inner_blocks import find_inner_blocks
 from tpkernels.planning.proofs.own_products import told
 from tpkernels.planning.proofs.pair_choices import numbers_by_channel, pair_choices, refuse_by_hand, seen_elsewhere
-from tpkernels.planning.proofs.search_gathered import gathered_arguments, summed_arguments
+from tpkernels.planning.proofs.search_gathered import gathered_arguments, summed_arguments, taken_bytes
 from tpkernels.planning.proofs.tied_groups import tied_layers
 from tpkernels.planning.proofs.weights_in_parts import shown_in_another_shape
 from tpkernels.planning.proofs.why_alone import Neighbours
@@ -221,9 +221,9 @@ class _Planner:
             plan, by_weight=called_by_weight(seen, styles), strategy="rules" if self.observation is None else "auto",
             statistic_bytes=bytes_of_statistics(firsts, decided.statistics, decided.maxima, world),
             cut_results=decided.cut_results, result_bytes=decided.result_bytes, gathered=gathered,
-            gathered_bytes=sent * (world - 1) // world, statistics=decided.statistics, maxima=decided.maxima,
+            gathered_bytes=sent * (world - 1) // world, maxima=decided.maxima, argument_bytes=taken_bytes(plan, firsts),
             draws_from=self._draws_from(), kept={".".join(filter(None, key)): c for key, c in decided.kept.items()},
-            summed_arguments=summed, summed_bytes=2 * met * (world - 1) // world,
+            summed_arguments=summed, summed_bytes=2 * met * (world - 1) // world, statistics=decided.statistics,
             products=products, product_bytes=bytes_of_products(firsts, dims, world),
             states=self.states, state_bytes=sum(decided.state_bytes.values()) * (world - 1) // world,
         )  # fmt: skip

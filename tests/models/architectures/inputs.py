@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from tests.models.architectures.shrink import PLACEHOLDERS
 from tests.models.architectures.special_inputs import INPUTS
@@ -37,10 +38,11 @@ def calls(name: str, model: nn.Module) -> Iterator[Call]:
 
 def cast(arguments: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """The same call in another floating dtype; values are those of fp32."""
-    return {
-        key: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
-        for key, value in arguments.items()
-    }
+    found: dict[str, Any] = tree_map(
+        lambda value: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value,
+        dict(arguments),
+    )
+    return found
 
 
 class _Maker:
@@ -66,6 +68,7 @@ class _Maker:
             "ones": torch.ones,
             "mask": lambda shape: torch.ones(shape, dtype=torch.long),
             "exactly": lambda value: value,
+            "tuples": lambda some: {key: tuple(map(self.given, items)) for key, items in some.items()},
             "yes": lambda shape: torch.ones(shape, dtype=torch.bool),
             "no": lambda shape: torch.zeros(shape, dtype=torch.bool),
             "float": self.floats,

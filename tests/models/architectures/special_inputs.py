@@ -3,7 +3,8 @@
 ``INPUTS``: arguments by name: ("int", shape, below), ("float", shape), ("uniform", shape) between 0 and 1,
 ("ones", shape), ("mask", shape) for ones that are integers, as processors give them, ("no", shape) and ("yes", shape)
 for masks of booleans, ("words", length, id, count) for ids of which ``count`` from the second on are a placeholder,
-("is", value) for integers that are written out, or ("exactly", value) for what is no tensor.
+("is", value) for integers that are written out, ("tuples", dict) for tuples of these by key, or ("exactly", value) for
+what is no tensor.
 """
 
 from __future__ import annotations
@@ -84,6 +85,16 @@ INPUTS: dict[str, dict[str, Any]] = {
     "gemma4_vision": {
         "pixel_values": ("uniform", (2, 9, 192)),
         "pixel_position_ids": _PLACES,
+    },
+    "gemma4_unified_assistant": {
+        "inputs_embeds": ("float", (2, 7, 64)),
+        "shared_kv_states": (
+            "tuples",
+            {
+                "sliding_attention": [("float", (2, 2, 5, 8))] * 2,
+                "full_attention": [("float", (2, 2, 5, 512))] * 2,
+            },
+        ),
     },
     "granite4_vision": {
         "input_ids": ("words", 17, 85, 10),

@@ -55,6 +55,7 @@ _NEW_IN: dict[int, dict[str, Any]] = {
         "gathered_bytes": 0,
         "summed_arguments": [],
         "summed_bytes": 0,
+        "argument_bytes": 0,
         "kept": {},
         "products": {},
         "product_bytes": 0,
@@ -154,6 +155,8 @@ class ShardingPlan:
     """The inputs for which bytes are counted, by name and shape."""
     arguments: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """Arguments of modules (``attention.alibi``) of which each rank takes its heads' part: dimension, and all heads."""
+    argument_bytes: int = 0
+    """Sent by one rank to gather their gradients in a backward pass over the example."""
     kept: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """Attributes in which modules keep parts for their next call (``block.state``): dimension, and whole size."""
     by_weight: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -229,7 +232,7 @@ class ShardingPlan:
     def wire_bytes(self) -> int:
         """Bytes that one rank sends in a forward and a backward pass over the example, on average over the ranks."""
         beside = (self.residual_bytes or 0) + self.statistic_bytes + self.result_bytes + self.gathered_bytes
-        beside += self.product_bytes + self.state_bytes + self.summed_bytes
+        beside += self.product_bytes + self.state_bytes + self.summed_bytes + self.argument_bytes
         return beside + sum(entry.wire_bytes or 0 for entry in self.entries)
 
     @property
@@ -376,6 +379,7 @@ def _plan_from(body: dict[str, Any]) -> ShardingPlan:
     check_kinds("plan", body, residual_bytes=is_count_or_none, strategy=_is_strategy)
     check_kinds("plan", body, statistic_bytes=is_count, result_bytes=is_count, gathered_bytes=is_count)
     check_kinds("plan", body, product_bytes=is_count, state_bytes=is_count, summed_bytes=is_count)
+    check_kinds("plan", body, argument_bytes=is_count)
     entries = []
     for item in body["entries"]:
         check_keys("entry", item, Entry)

@@ -149,6 +149,8 @@ def _totals(plan: ShardingPlan) -> list[str]:
     ]
     lines += [f"attribute {line}" for line in _attributes(plan)]
     lines += [f"argument {line}" for line in _arguments(plan)]
+    if plan.argument_bytes:
+        lines.append(f"gradients of these arguments are gathered, which sends {_bytes(plan.argument_bytes)}")
     if plan.gathered:
         lines.append(f"gathered: {', '.join(_gathered(plan))}, which sends {_bytes(plan.gathered_bytes)}")
     if plan.summed_arguments:

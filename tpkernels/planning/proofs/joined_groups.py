@@ -26,6 +26,7 @@ def join(first: Group, one: Proof, second: Group, other: Proof) -> tuple[Group, 
         _both(first.feeders, second.feeders), _both(first.summed, second.summed), _both(first.tables, second.tables),
         _both(first.scattered, second.scattered), _both(first.results, second.results),
         _both(first.gathered, second.gathered), _both(first.summed_arguments, second.summed_arguments),
+        _both(first.taken_arguments, second.taken_arguments),
     )  # fmt: skip
     proof = replace(
         one,

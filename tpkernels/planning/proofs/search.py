@@ -124,9 +124,10 @@ class Search(Hypotheses):
                 break
             copied, behind = shared_runs(segments[group.columns[0]]) if shared else (0, 0)
             args = self.recording, scope, group, segments, attributes, self.world_size, pieces
-            begun = Proof(segments, attributes, pieces=pieces, copied=copied, behind=behind)
+            taken = {(module, name): (dim, size) for module, name, dim, size in group.taken_arguments}
+            begun = Proof(segments, attributes, pieces=pieces, copied=copied, behind=behind, arguments=taken)
             try:
-                heads = self._attempt(*args, copied=copied, behind=behind)
+                heads = self._attempt(*args, copied=copied, behind=behind, arguments=taken)
             except Unproven as error:
                 failures.append(error)
                 proof = self._sliced(group, begun, error)

@@ -1,5 +1,6 @@
 """Proofs of groups with arguments of modules: those that take all of what a column gives besides (``Group.gathered``),
-and those that are whole and meet parts (``Group.summed_arguments``).
+and those that are whole and meet parts (``Group.summed_arguments``), or of which their modules take a part
+(``Group.taken_arguments``).
 
 It owns what such a group has of its own: the module around all of it, and which layouts are not tried.  Key-value heads
 are not copied there: what is gathered would be more than the model's.
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
+from tpkernels.planning.entries.plan import ShardingPlan
 from tpkernels.planning.proofs.hypotheses import Proof
 from tpkernels.planning.proofs.search import Search
 from tpkernels.planning.runs.argument_groups import find_argument_groups
@@ -20,7 +22,7 @@ from tpkernels.planning.runs.session import Scope
 from tpkernels.planning.runs.trace import Recording
 from tpkernels.planning.splits import Unproven
 
-__all__ = ["SearchGathered", "gathered_arguments", "prove_with_arguments", "summed_arguments"]
+__all__ = ["SearchGathered", "gathered_arguments", "prove_with_arguments", "summed_arguments", "taken_bytes"]
 
 
 class SearchGathered(Search):
@@ -28,12 +30,12 @@ class SearchGathered(Search):
 
     def _around(self, group: Group, others: Sequence[str]) -> list[str]:
         around = [module.rpartition(".")[0] for module, _, _ in group.gathered]
-        return super()._around(group, [*others, *around, *(module for module, _ in group.summed_arguments)])
+        return super()._around(group, [*others, *around, *(module for module, *_ in _whole_outside(group))])
 
     def signature(self, group: Group, scope: Scope) -> tuple[Any, ...]:
         cut = len(scope.name) + 1 if scope.name else 0
         met = ((module, argument) for module, argument, _ in group.gathered)
-        arguments = tuple((module[cut:], argument) for module, argument in (*met, *group.summed_arguments))
+        arguments = tuple((one[0][cut:], *one[1:]) for one in (*met, *_whole_outside(group)))
         return (*super().signature(group, scope), bool(group.gathered), arguments)
 
     def _with_copies(self, group: Group, scope: Scope, heads: int, total: int) -> Proof | None:
@@ -44,7 +46,11 @@ class SearchGathered(Search):
 
 
 def _has_arguments(group: Group) -> bool:
-    return bool(group.gathered or group.summed_arguments)
+    return bool(group.gathered or _whole_outside(group))
+
+
+def _whole_outside(group: Group) -> tuple[tuple[Any, ...], ...]:
+    return (*group.summed_arguments, *group.taken_arguments)
 
 
 def prove_with_arguments(
@@ -59,7 +65,8 @@ def prove_with_arguments(
     taken = set[str]()
     for group in (*find_gathered_groups(search.recording), *find_argument_groups(search.recording, used)):
         free = not any(name in taken or name in used or name in barred for name in group.layers)
-        if not free or contradicts(group) or not search.is_called(group):
+        few = any(size < search.world_size for *_, size in group.taken_arguments)
+        if not free or few or contradicts(group) or not search.is_called(group):
             continue
         scope = search.scope_of(group)
         key = search.signature(group, scope)
@@ -93,3 +100,8 @@ def summed_arguments(proven: Mapping[Group, Proof], recordings: Sequence[Recordi
     every = (argument for group in proven for argument in group.summed_arguments)
     names = tuple(dict.fromkeys(".".join(filter(None, one)) for one in every))
     return names, bytes_given(recordings, names, trained=True)
+
+
+def taken_bytes(plan: ShardingPlan, recordings: Sequence[Recording]) -> int:
+    """What a rank sends to gather the gradients of arguments of which modules take a part."""
+    return bytes_given(recordings, plan.arguments, trained=True) * (plan.world_size - 1) // plan.world_size

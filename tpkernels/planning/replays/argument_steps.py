@@ -1,7 +1,10 @@
 """Steps of a replay before which a rank takes its part of a module's arguments, or all of them, or shows its width.
 
-It owns :class:`ArgumentSteps`, between states that a module writes to and the parts that modules keep.  A constant that
-is made for all heads is taken by heads here (:mod:`tpkernels.nn.sliced_arguments`); the rest is done before.
+It owns :class:`ArgumentSteps`, between states that a module writes to and the parts that modules keep.  What is made
+for all heads, a constant or keys and values that are given, is taken by heads here
+(:mod:`tpkernels.nn.sliced_arguments`); the rest is done before.  The gradient of a part is gathered, so that the
+argument's is whole.  Code that writes to the part, or changes a dict or list in which it stands, is refused: others
+would not see that.
 """
 
 from __future__ import annotations
@@ -10,10 +13,11 @@ from typing import Any
 
 from torch import Tensor
 
-from tpkernels.nn.sliced_arguments import named_arguments, with_arguments
+from tpkernels.nn.sliced_arguments import Holders, named_arguments, with_arguments
+from tpkernels.ops.checks import DTYPES
 from tpkernels.planning.replays.roles import Role
 from tpkernels.planning.replays.state_steps import StateSteps
-from tpkernels.planning.runs.tensors import storage_of
+from tpkernels.planning.runs.tensors import storage_of, written_by
 from tpkernels.planning.splits import HandedOn, Split, Unproven
 
 __all__ = ["ArgumentSteps"]
@@ -26,6 +30,10 @@ class ArgumentSteps(StateSteps):
         super().__init__(*args)
         self._arguments: dict[str, dict[str, Role]] = {}
         """By module: arguments of which it takes a part."""
+        self._holding: list[tuple[str, Holders]] = []
+        """Of the calls of modules that are running: the dicts and lists in which such arguments stand."""
+        self._taken_parts: dict[int, str] = {}
+        """By storage: parts that were taken, and of what."""
         for name, role in self.roles.items():
             if role.kind == "argument":
                 module, _, argument = name.rpartition(":")
@@ -44,7 +52,24 @@ class ArgumentSteps(StateSteps):
             return None
         args, kwargs = with_arguments(module, args, kwargs, values)
         self.given_states(name, args, kwargs)
+        self._holding.append((name, Holders(module, args, kwargs, self._arguments.get(name, {}))))
         return args, kwargs
+
+    def left(self, name: str, output: Any = None) -> Any:
+        given = super().left(name, output)
+        while self._holding and self._holding[-1][0] not in self.inside:
+            module, holders = self._holding.pop()
+            if changed := holders.changed:
+                self.blame = frozenset(role.group for role in self._arguments[module].values())
+                raise Unproven(f"{module} changes what {', '.join(changed)} holds, of which it has a part")
+        return given
+
+    def before_written(self, func: Any, args: Any, kwargs: Any) -> None:
+        super().before_written(func, args, kwargs)
+        for tensor in written_by(func, args, kwargs) if func._schema.is_mutable and self._taken_parts else ():
+            if said := self._taken_parts.get(storage_of(tensor)):
+                self.blame = self._groups.get(id(tensor), self.blame)
+                raise Unproven(f"{said}, of which a rank has a part, is written to")
 
     def _parts_for(self, name: str, taken: dict[str, Any]) -> dict[str, Tensor]:
         found = {}
@@ -57,12 +82,19 @@ class ArgumentSteps(StateSteps):
                 raise HandedOn(name, argument)
             if not isinstance(whole, Tensor) or whole.dim() <= role.dim or whole.shape[role.dim] % heads:
                 raise Unproven(f"{argument} of {name} has no runs of {heads} heads")
-            if self.has_origin(whole) or whole in self.requiring:
-                raise Unproven(f"{argument} of {name} has a gradient")
+            if whole.dtype not in DTYPES or role.pieces not in (0, heads):
+                raise Unproven(f"{argument} of {name} is of a kind that is not taken in part")
+            self._is_whole(whole, f"{argument} of {name}, of which a rank would take its part")
             split = Split(role.dim, role.segments * (whole.shape[role.dim] // heads), role.pieces)
             part = self.new_output(whole, split.local_shape(whole.shape, self.world_size, self.rank), whole.dtype)
-            del self.origins[storage_of(part)]
+            if self.has_origin(whole):
+                self._complete |= self.origin(whole) or set()
+            else:
+                del self.origins[storage_of(part)]
+            if whole in self.requiring:
+                self.requiring.made([part])
             self.made[id(part)] = self.source(whole)
             self._mark(part, split, frozenset([role.group]))
+            self._taken_parts[storage_of(part)] = f"{argument} of {name}"
             found[argument] = part
         return found

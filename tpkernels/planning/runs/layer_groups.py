@@ -48,6 +48,8 @@ class Group:
     """Modules that take all of what a column gives: the module, its argument, and the column."""
     summed_arguments: tuple[tuple[str, str], ...] = ()
     """Arguments that are whole and meet parts within their modules, where their gradients are summed: module, name."""
+    taken_arguments: tuple[tuple[str, str, int, int], ...] = ()
+    """Arguments that are whole, of which their modules take a part: module, name, the dimension and its size."""
     multiplied: tuple[str, ...] = ()
     """In place of columns: parameters of one module, by whose parts its code multiplies;"""
     summing: tuple[str, ...] = ()
