@@ -10,6 +10,7 @@ from tests.mutations.edit import Edit
 from tests.mutations.fp8_edits import FP8
 from tests.mutations.kept_edits import KEPT_EDITS
 from tests.mutations.norm_edits import NORMS
+from tests.mutations.picking_edits import PICKING_EDITS
 from tests.mutations.planner_edits import PLANNER
 from tests.mutations.product_edits import ARGUMENTS, OWN_PRODUCTS, RETURNED
 from tests.mutations.same_bits_edits import SAME_BITS
@@ -443,4 +444,5 @@ EDITS = (
     *WINDOWS,
     *KEPT_EDITS,
     *ARGUMENT_EDITS,
+    *PICKING_EDITS,
 )

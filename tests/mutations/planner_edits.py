@@ -51,7 +51,7 @@ PLANNER = (
     Edit("planning/replays/op_call.py", "if CROSSED in cuts and not is_pointwise(func)", "if False", CROSSED),
     Edit("planning/replays/op_call.py", "{aten.view, aten._to_copy, aten._softmax}", "{aten.view}", CROSSED),
     Edit("planning/replays/op_call.py", "if cut is not None] == [1, 2]", "if cut is not None]", CROSSED),
-    Edit("planning/replays/replay.py", "if answer != CROSSED and tuple", "if tuple", CROSSED),
+    Edit("planning/replays/replay.py", "if answer not in NO_PARTS and tuple", "if tuple", CROSSED),
     Edit("planning/runs/graph.py", "self.nodes[node].severed = True", "del node", f"{ALONE} -k another_one_has"),
     Edit(
         "planning/runs/graph.py",

@@ -26,9 +26,9 @@ from math import prod
 from tpkernels.partition import array_split_sizes, chunk_sizes, halves, held_sizes, unit_sizes
 
 __all__ = [
-    "CROSSED", "HandedOn", "Split", "Unproven", "as_array_split", "degrees", "divisor", "for_degrees", "group_of",
-    "has_places", "held", "how", "part_of_constant", "parts_of_runs", "pieces_of", "raised", "share", "shared_runs",
-    "through_view",
+    "CROSSED", "NUMBERED", "HandedOn", "Split", "Unproven", "as_array_split", "degrees", "divisor", "for_degrees",
+    "group_of", "has_places", "held", "how", "part_of_constant", "parts_of_runs", "pieces_of", "raised", "share",
+    "shared_runs", "through_view",
 ]  # fmt: skip
 
 _even: ContextVar[bool] = ContextVar("as_array_split", default=False)
@@ -199,6 +199,13 @@ Elementwise code may go on with it, and nothing else may take it (SAM 2 computes
 """
 
 
+NUMBERED = Split(-2, ())
+"""Of the numbers 0, 1, ... of the rows that there are, which are those of one rank's own: no part of all numbers.
+
+They may pick rows of a part in the dimension that is cut, each once, and do nothing else.
+"""
+
+
 def share(size: int, world_size: int, pieces: int = 0) -> tuple[int, ...]:
     """What each rank has of ``size`` elements that are made of ``pieces``."""
     unit = size // pieces if pieces else 1
@@ -320,6 +327,8 @@ def how(split: Split | None) -> str:
     """For a message."""
     if split == CROSSED:
         return "of products between heads of different ranks"
+    if split == NUMBERED:
+        return "of numbers of one rank's own rows"
     return "whole" if split is None else f"cut in dimension {split.dim} as {list(split.segments)}"
 
 

@@ -7,16 +7,18 @@ from typing import Any
 
 import torch
 
-from tpkernels.planning.splits import CROSSED, Split, Unproven
+from tpkernels.planning.splits import CROSSED, NUMBERED, Split, Unproven
 
-__all__ = ["Answer", "Call", "crossed", "is_pointwise", "pointwise"]
+__all__ = ["NO_PARTS", "Answer", "Call", "is_pointwise", "no_part", "pointwise"]
 
 aten = torch.ops.aten
 _UNTAGGED = {aten.hardswish, aten.hardswish_, aten.mish_, aten.masked_fill, aten.masked_fill_}
 """Elementwise ops that lack the tag (torch 2.13), in some of their forms."""
+_PICKING = {aten.index, aten.index_put, aten.index_put_}
 _AS_ELEMENTS = {aten.view, aten._to_copy, aten._softmax}
 """What elementwise code around them may run on what is crossed."""
 
+NO_PARTS = (CROSSED, NUMBERED)
 Answer = Split | None | list[Split | None]
 
 
@@ -64,7 +66,7 @@ def is_pointwise(func: Any) -> bool:
     return torch.Tag.pointwise in getattr(func, "tags", ()) or getattr(func, "overloadpacket", None) in _UNTAGGED
 
 
-def crossed(func: Any, packet: Any, cuts: Sequence[Split | None]) -> bool:
+def _crossed(func: Any, packet: Any, cuts: Sequence[Split | None]) -> bool:
     """Whether the result is :data:`~tpkernels.planning.splits.CROSSED`, for arguments that are cut so.
 
     The product of parts between all rows of one and all columns of the other is, and what elementwise code makes of it.
@@ -75,6 +77,23 @@ def crossed(func: Any, packet: Any, cuts: Sequence[Split | None]) -> bool:
     if CROSSED in cuts and not is_pointwise(func) and packet not in _AS_ELEMENTS:
         raise Unproven(f"{packet} takes products between heads of different ranks")
     return CROSSED in cuts
+
+
+def _numbered(packet: Any, cuts: Sequence[Split | None], outputs: Sequence[tuple[int, ...]]) -> bool:
+    """Whether the result is :data:`~tpkernels.planning.splits.NUMBERED`: the same numbers with other dimensions of
+    size 1.  Only ops that pick may take them beside that (:mod:`tpkernels.planning.replays.picking_rules`)."""
+    if NUMBERED not in cuts or (packet in _PICKING and cuts[0] != NUMBERED):
+        return False
+    if packet not in (aten.view, aten.unsqueeze) or sum(size != 1 for size in outputs[0]) != 1:
+        raise Unproven(f"{packet} takes numbers of one rank's own rows")
+    return True
+
+
+def no_part(func: Any, packet: Any, cuts: Sequence[Split | None], outputs: Sequence[tuple[int, ...]]) -> Split | None:
+    """What the results are if they are no parts of the whole model's, though made of what is cut so."""
+    if _crossed(func, packet, cuts):
+        return CROSSED
+    return NUMBERED if _numbered(packet, cuts, outputs) else None
 
 
 def pointwise(shapes: Sequence[tuple[int, ...]], splits: Sequence[Split | None], mix: Callable[[int], None]) -> Split:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from tpkernels.planning.replays.op_call import Answer, Call, pointwise
-from tpkernels.planning.splits import Split, Unproven
+from tpkernels.planning.splits import NUMBERED, Split, Unproven
 
 __all__ = ["gather", "indexed", "put", "rows", "rows_written"]
 
 
 def indexed(call: Call) -> Answer:
     """Rows picked by whole tensors of indices, along dimensions that are not cut."""
-    split, picked = call.cut(), _picked_dims(call)
+    split = call.cut()
+    if NUMBERED in call.splits[1]:
+        return split.at(_rows_by_number(call)[1])
+    picked = _picked_dims(call)
     if call.kwargs[0].get("masks") and not _adjoin(picked):
         raise Unproven("a mask and other indices pick in dimensions that do not follow each other")
     if split.dim in picked:
@@ -30,6 +35,11 @@ def put(call: Call) -> Answer:
 
 def rows_written(call: Call, dim: int) -> tuple[tuple[int, ...], int]:
     """The shape of the rows that are written to, and where dimension ``dim`` of the tensor is in it."""
+    if NUMBERED in call.splits[1]:
+        shape, place = _rows_by_number(call)
+        if dim != call.cut().dim:
+            raise Unproven("values are written to a part by numbers of its rows, and another dimension is meant")
+        return shape, place
     picked = _picked_dims(call)
     if call.kwargs[0].get("masks", True):
         raise Unproven("values are written where a mask says")
@@ -45,6 +55,34 @@ def _picked_dims(call: Call) -> list[int]:
     if any(isinstance(each, Split) for each in call.splits[1]):
         raise Unproven("indices are cut")
     return [dim for dim, each in enumerate(call.whole[1]) if each is not None]
+
+
+def _rows_by_number(call: Call) -> tuple[tuple[int, ...], int]:
+    """Of each row that a rank has what indices of its own say: the shape of what they pick, and the place of the rows.
+
+    ``x[arange(rows)[:, None], best]``: the first index picks each row of a part once, in order, and the others are cut
+    as the rows are, or are the same for all rows.
+    """
+    split = call.cut()
+    picked = [dim for dim, each in enumerate(call.whole[1]) if each is not None]
+    numbers = [dim for dim in picked if call.splits[1][dim] == NUMBERED]
+    if numbers != [split.dim] or not _adjoin(picked) or call.kwargs[0].get("masks", True):
+        raise Unproven("numbers of one rank's own rows pick something else than these rows")
+    for shapes in (call.whole, call.local):
+        if math.prod(shapes[1][split.dim]) != shapes[0][split.dim]:
+            raise Unproven("numbers of one rank's own rows pick some of these rows")
+    first = call.whole[1][split.dim]
+    made = torch.broadcast_shapes(*(tuple(call.whole[1][dim]) for dim in picked))
+    at = next(place for place, size in enumerate(first) if size != 1) + len(made) - len(first)
+    for dim in picked:
+        place, own = at - (len(made) - len(call.whole[1][dim])), call.splits[1][dim]
+        if own is None and place >= 0 and call.whole[1][dim][place] != 1:
+            raise Unproven("whole indices of all rows pick from the rows of one rank")
+        if own not in (None, NUMBERED, split.at(place)):
+            raise Unproven("what picks is not cut as what is picked")
+    kept = [dim for dim in range(call.rank_of()) if dim not in picked]
+    sizes = [call.whole[0][dim] for dim in kept]
+    return (*sizes[: picked[0]], *made, *sizes[picked[0] :]), picked[0] + at
 
 
 def _adjoin(picked: list[int]) -> bool:

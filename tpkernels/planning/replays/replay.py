@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from tpkernels.ops.checks import DTYPES
 from tpkernels.planning.replays.constant_parts import COPIES, ConstantParts
-from tpkernels.planning.replays.op_call import crossed, is_pointwise
+from tpkernels.planning.replays.op_call import NO_PARTS, is_pointwise, no_part
 from tpkernels.planning.replays.roles import Role, unlike_ranks
 from tpkernels.planning.replays.rules import RULES, Call, pointwise
 from tpkernels.planning.runs.events import TRANSPARENT, Event, Shape, as_shapes, canonical, constant_of, is_random
@@ -43,7 +43,7 @@ from tpkernels.planning.runs.session import Scope
 from tpkernels.planning.runs.shadow import Shadow
 from tpkernels.planning.runs.tensors import tensors_in
 from tpkernels.planning.runs.trace import Recording
-from tpkernels.planning.splits import CROSSED, Split, Unproven, divisor, how, part_of_constant, raised
+from tpkernels.planning.splits import NUMBERED, Split, Unproven, divisor, how, part_of_constant, raised
 
 __all__ = ["Replay", "Role", "unlike_ranks"]
 
@@ -198,7 +198,7 @@ class Replay(ConstantParts):
             self.constant_made(packet, outputs[0])
         for output, shape, answer in zip(outputs, event.outputs, answers, strict=True):
             expected = shape if answer is None else answer.local_shape(shape, self.world_size, self.rank)
-            if answer != CROSSED and tuple(output.shape) != tuple(expected):
+            if answer not in NO_PARTS and tuple(output.shape) != tuple(expected):
                 raise Unproven(f"{packet} gives {list(output.shape)} where one rank's part is {list(expected)}")
             if func._schema.is_mutable and any(output is part for part in self.slices.values()):
                 raise Unproven(f"{packet} writes to a parameter or buffer of which a rank has a part")
@@ -285,10 +285,12 @@ class Replay(ConstantParts):
             if event.packet in COPIES and event.whole[0] == local[0][0]:  # once for each head that a rank has
                 self._mixed(tensors[0])
                 return None
+            if event.packet is aten.arange and len(event.whole) == 1:
+                return [NUMBERED]
             raise Unproven(f"{event.packet} depends on the number of features of one rank")
         cuts = [self._splits.get(id(tensor)) for tensor in tensors]
-        if crossed(func, event.packet, cuts):
-            return [CROSSED] * len(event.outputs)
+        if (answer := no_part(func, event.packet, cuts, event.outputs)) is not None:
+            return [answer] * len(event.outputs)
         if event.packet in _CONSTANT:  # x.new_zeros(...): the numbers in it are not x's
             return None
         if (rule := RULES.get(event.packet)) is not None:

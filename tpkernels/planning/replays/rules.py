@@ -192,6 +192,11 @@ def _along(position: int, name: str) -> Callable[[Call], Answer]:
     return rule
 
 
+def _best(call: Call) -> Answer:
+    """The largest along a dimension that is not cut, and their places in it."""
+    return [_along(2, "dim")(call)] * 2  # type: ignore[list-item]
+
+
 def _reduce(call: Call) -> Answer:
     """Sums, means, maxima over given dimensions."""
     split, ndim = call.cut(), call.rank_of()
@@ -404,7 +409,7 @@ _AROUND: dict[str, Callable[[Call], Answer]] = {
     "repeat_interleave": _repeat_interleave,
     "_softmax": _along(1, "dim"), "_log_softmax": _along(1, "dim"), "_safe_softmax": _along(1, "dim"),
     "softmax": _along(1, "dim"), "cumsum": _along(1, "dim"), "index_select": _along(1, "dim"), "flip": _reduce,
-    "unfold": _along(1, "dimension"),
+    "unfold": _along(1, "dimension"), "topk": _best,
     "glu": glu, "im2col": _windows,
     "sum": _reduce, "mean": _reduce, "amax": _reduce, "amin": _reduce, "var": _reduce, "std": _reduce,
     "var_mean": _reduce, "logsumexp": _reduce, "linalg_vector_norm": lambda call: _vector_norm(call),

@@ -18,6 +18,7 @@ _SIZES: dict[Any, tuple[int, ...]] = {
     aten.view: (1,), aten.expand: (1,), aten.slice: (2, 3), aten.split: (1,), aten.split_with_sizes: (1,),
     aten.full: (0,), aten.new_full: (1,), aten.zeros: (0,), aten.ones: (0,), aten.empty: (0,),
     aten.new_zeros: (1,), aten.new_ones: (1,), aten.new_empty: (1,), aten.convolution: (8,), aten.as_strided: (1, 2, 3),
+    aten.arange: (0,),
 }  # fmt: skip
 """Arguments that say how large a result is, and may be others on one rank; all others must be the whole model's."""
 _SIZE_NAMES = {"size", "start", "end", "split_size", "split_sizes", "output_size", "memory"}
