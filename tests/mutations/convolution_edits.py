@@ -24,7 +24,34 @@ KEYS_VALUES = f"{KEYS} -k 'unsharded_model and 2'"
 NARROW = "tests/planning/test_narrow_segments.py"
 NARROW_CUT, NARROW_VALUES = f"{NARROW} -k weighs_all_others", f"{NARROW} -k 'values and 2'"
 
+FOCAL = "tests/planning/test_modulation.py"
+FOCAL_CUT = f"{FOCAL} -k reads_its_width"
+
 CONVOLUTIONS = (
+    Edit(
+        "planning/proofs/pair_choices.py",
+        "style = replace(style, copied=proof.copied",
+        "_ = replace(style, copied=proof.copied",
+        FOCAL_CUT,
+    ),
+    Edit(
+        "planning/proofs/pair_proofs.py",
+        "few * world_size > sum(sizes) - few",
+        "few > sum(sizes)",
+        f"{FOCAL} -k narrow_beside",
+    ),
+    Edit(
+        "planning/proofs/pair_proofs.py",
+        "replace(proof, attributes=shown, copied=copied, behind=behind)",
+        "replace(proof, attributes=shown)",
+        FOCAL_CUT,
+    ),
+    Edit(
+        "nn/packed.py",
+        "copied_places(len(self.layers), self.copied, self.behind).index(False)",
+        "0",
+        f"{FOCAL} -k 'values and 2'",
+    ),
     Edit("nn/paired_convolution.py", "[_shared(*one) if whole else one for", "[one for", NARROW_VALUES),
     Edit(
         "nn/paired_convolution.py",

@@ -149,7 +149,8 @@ class PackedColumnParallelLinear(ColumnParallelLinears):
 
     def forward(self, x: Tensor, *, shard_sizes: Sequence[int] | None = None, source: Tensor | None = None) -> Tensor:
         """``shard_sizes`` and ``source`` as for :class:`ColumnParallelLinear`."""
-        self.layers[0].check(x, shard_sizes)
+        first_cut = copied_places(len(self.layers), self.copied, self.behind).index(False)
+        self.layers[first_cut].check(x, shard_sizes)
         if self.shared is None:
             return self._packed(run_together(self.layers, x, self.mesh, shard_sizes))
         return self.shared.run(self, x, x if source is None else source, shard_sizes)

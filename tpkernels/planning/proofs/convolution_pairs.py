@@ -26,7 +26,7 @@ from tpkernels.planning.modules.channel_modules import parts_by_channel
 from tpkernels.planning.proofs.channel_bytes import ChannelBytes
 from tpkernels.planning.proofs.hypotheses import Proof
 from tpkernels.planning.proofs.pair_proofs import prove
-from tpkernels.planning.proofs.search import Search
+from tpkernels.planning.proofs.search_widths import SearchWidths
 from tpkernels.planning.runs.layer_groups import Group, find_groups
 from tpkernels.planning.runs.session import Scope
 from tpkernels.planning.runs.shadow import Shadow
@@ -44,7 +44,7 @@ class PairChoice:
     """
 
     def __init__(
-        self, search: Search, recording: Recording, world_size: int, excluded: Container[str],
+        self, search: SearchWidths, recording: Recording, world_size: int, excluded: Container[str],
         grouped: Set[str] = frozenset(),
     ) -> None:  # fmt: skip
         self.search, self.recording, self.world_size, self._excluded = search, recording, world_size, excluded

@@ -39,8 +39,7 @@ def pair_choices(decision: Decision, shadow: Shadow, world_size: int) -> dict[st
             if len(sizes) > 1 and not isinstance(style, Row):
                 proof = decision.pairs[given[name]]
                 style, what = replace(style, segments=sizes), "by channels of each segment"
-                if isinstance(style, Channels):
-                    style = replace(style, copied=proof.copied, behind=proof.behind)
+                style = replace(style, copied=proof.copied, behind=proof.behind)
                 if proof.copied:
                     what = "by channels of each segment, and the narrow ones whole"
             between = ", and gives channels" if gathers or grouped else ", and scatters the sum"

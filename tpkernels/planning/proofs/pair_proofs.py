@@ -8,7 +8,7 @@ some other module as a whole (a slope for each channel), that is cut with it; so
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice, pairwise, product, takewhile
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from tpkernels.planning.proofs.hypotheses import Attributes, Proof, Slice
-from tpkernels.planning.proofs.search import Search
+from tpkernels.planning.proofs.search_widths import SearchWidths
 from tpkernels.planning.replays.gate_rules import halves_of
 from tpkernels.planning.replays.replay import Replay
 from tpkernels.planning.replays.roles import Role, both_roles, unlike_ranks
@@ -29,7 +29,7 @@ from tpkernels.planning.runs.shadow import Shadow
 from tpkernels.planning.runs.trace import Recording
 from tpkernels.planning.splits import Split, Unproven, parts_of_runs, share
 
-__all__ = ["prove", "roles_of"]
+__all__ = ["narrow_segments", "prove", "roles_of"]
 
 MOST_LAYOUTS, MOST_NUMBERS, MOST_SIZES, MOST_SLICES = 8, 24, 4, 64
 """Attempts for one group, by layout, by numbers that code reads, and for each layout by sizes that it reads; and how
@@ -52,7 +52,7 @@ def roles_of(group: Group, shadow: Shadow, proof: Proof, number: int = 0) -> dic
     }
 
 
-def prove(search: Search, recording: Recording, group: Group, world_size: int) -> Proof:
+def prove(search: SearchWidths, recording: Recording, group: Group, world_size: int) -> Proof:
     """Find a way to cut the group within the module around it.
 
     Raises:
@@ -76,7 +76,41 @@ def prove(search: Search, recording: Recording, group: Group, world_size: int) -
         for attributes in islice(_sizes_read(search, group, scope, proof, world_size), MOST_SIZES):
             with suppress(Unproven):
                 return _sliced(search, recording, group, replace(proof, attributes=attributes), world_size)
+    for proof in _with_widths(search, group, scope, begun, world_size):
+        with suppress(Unproven):
+            return _sliced(search, recording, group, proof, world_size)
     raise next((error for error in failures if not error.segmented), failures[0])
+
+
+def _with_widths(
+    search: SearchWidths, group: Group, scope: Scope, begun: Sequence[Proof], world_size: int
+) -> Iterator[Proof]:
+    """Layouts of several segments, where code reads the width of its module's input to take apart what a linear layer
+    gives (FocalNet's modulation): it is shown this rank's.  Segments that are narrow beside the others may be whole."""
+    linear = {*group.columns} & search.shadow.layers.keys()
+    if len(group.layers) > SMALL_GROUP or not linear or world_size == 1:
+        return
+    shown = search.shown_widths(group, scope)
+    for proof in begun if shown else ():
+        packed = [sizes for sizes in proof.segments.values() if len(sizes) > 1]
+        if len(packed) == 1:
+            yield replace(proof, attributes=shown)
+            if not proof.copied and (narrow := narrow_segments(packed[0], world_size)) is not None:
+                copied, behind = narrow
+                yield replace(proof, attributes=shown, copied=copied, behind=behind)
+
+
+def narrow_segments(sizes: Sequence[int], world_size: int) -> tuple[int, int] | None:
+    """How many segments side by side are narrower than the widest, and how many are behind them; None if there are
+    none, or if they have more channels than a rank's part of the others."""
+    narrow = [size < max(sizes) for size in sizes]
+    if not any(narrow):
+        return None
+    first, count = narrow.index(True), sum(narrow)
+    few = sum(sizes[first : first + count])
+    if not all(narrow[first : first + count]) or few * world_size > sum(sizes) - few:
+        return None
+    return count, len(sizes) - first - count
 
 
 def _begun(segments: dict[str, tuple[int, ...]], world_size: int) -> Proof:
@@ -93,7 +127,7 @@ def _begun(segments: dict[str, tuple[int, ...]], world_size: int) -> Proof:
     return Proof(segments, {}, copied=count, behind=len(narrow) - first - count) if together else Proof(segments, {})
 
 
-def _numbers(search: Search, group: Group, scope: Scope, world_size: int) -> Iterator[Attributes]:
+def _numbers(search: SearchWidths, group: Group, scope: Scope, world_size: int) -> Iterator[Attributes]:
     """Numbers of heads and channels that code reads, where convolutions in groups are ends of the group (SqueezeBERT's
     make queries, keys and values), or linear layers are beside convolutions (ConvBERT's make queries that meet its
     keys).  Those of modules around the layers alone: a block like them may run in the scope."""
@@ -103,7 +137,9 @@ def _numbers(search: Search, group: Group, scope: Scope, world_size: int) -> Ite
         yield from _own(shadow, group, search.attribute_sets([scope], world_size))
 
 
-def _sizes_read(search: Search, group: Group, scope: Scope, proof: Proof, world_size: int) -> Iterator[Attributes]:
+def _sizes_read(
+    search: SearchWidths, group: Group, scope: Scope, proof: Proof, world_size: int
+) -> Iterator[Attributes]:
     """Sizes of segments that code reads which takes a column apart: so many channels of keys, so many of values."""
     packed = [sizes for sizes in proof.segments.values() if len(sizes) > 1]
     if len(packed) == 1 and len(group.layers) <= SMALL_GROUP:
@@ -153,7 +189,7 @@ def _cuts_of(recording: Recording, scope: Scope, size: int) -> list[tuple[int, .
     return [sizes for sizes in dict.fromkeys(found) if len(sizes) > 1 and sum(sizes) == size and 0 not in sizes]
 
 
-def _sliced(search: Search, recording: Recording, group: Group, proof: Proof, world_size: int) -> Proof:
+def _sliced(search: SearchWidths, recording: Recording, group: Group, proof: Proof, world_size: int) -> Proof:
     """The proof, with tensors of other modules cut that met parts as a whole, one after the other as they do."""
     for _ in range(MOST_SLICES):
         roles, scope = roles_of(group, search.shadow, proof), search.scope_of(group)

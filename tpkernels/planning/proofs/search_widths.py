@@ -79,6 +79,14 @@ class SearchWidths(SearchGathered):
         finally:
             self._widths = {}
 
+    def shown_widths(self, group: Group, scope: Scope) -> Attributes:
+        """All widths that code of modules around the group's columns may read, with the ranks' values; none if one does
+        not divide."""
+        read, pieces = self._read_in(group, scope), divisor(self.world_size)
+        if not self.says_all or any(width % pieces for width in read.values()):
+            return {}
+        return {key: share(width, self.world_size, pieces) for key, width in read.items()}
+
     def _read_in(self, group: Group, scope: Scope) -> Whole:
         """Widths of arguments that columns of the group take, of modules whose code asks tensors for their sizes."""
         found: Whole = {}
