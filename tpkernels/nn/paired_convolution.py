@@ -38,7 +38,7 @@ channels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, cast
 
@@ -49,6 +49,16 @@ from torch.nn.modules.conv import _ConvNd
 
 from tpkernels.comm.groups import GroupLike
 from tpkernels.comm.same_bits import refuse
+from tpkernels.nn.channel_parts import (
+    are_copied,
+    joined,
+    packed,
+    packed_parameters,
+    parts_in,
+    parts_of,
+    remember_parts,
+    take_apart,
+)
 from tpkernels.nn.convolution import (
     channel_dims,
     channels_in,
@@ -58,15 +68,14 @@ from tpkernels.nn.convolution import (
     fresh_like,
     why_not_cut,
 )  # fmt: skip
-from tpkernels.nn.normed_weight import weight_norm_of
-from tpkernels.nn.packed_parameter import PackedParameter
-from tpkernels.nn.parameters import local_parts, mesh_of, replicate_parameter, shard_parameter, tp_mesh
+from tpkernels.nn.normed_weight import cut_norm, norm_dim, weight_norm_of
+from tpkernels.nn.parameters import local, local_parts, mesh_of, replicate_parameter, shard_parameter, tp_mesh
 from tpkernels.nn.sliced import read_packed
 from tpkernels.ops import all_gather, all_reduce, copy_to_group, reduce_scatter, shard
-from tpkernels.partition import chunk_sizes, copied_places, offsets
+from tpkernels.partition import chunk_sizes, copied_places
 
-__all__ = ["gives_channels", "pair_channels", "pair_dims", "segments_copied", "segments_given", "segments_taken",
-           "takes_channels", "why_not_paired"]  # fmt: skip
+__all__ = ["gives_channels", "pair_channels", "pair_dims", "segments_given", "segments_taken", "takes_channels",
+           "why_not_paired"]  # fmt: skip
 
 
 def why_not_paired(
@@ -79,16 +88,22 @@ def why_not_paired(
     if why is not None:
         return why
     convolution = cast(_ConvNd, module)
-    if weight_norm_of(module) is not None:
-        return "has a weight that a norm makes, which is for whole channels"
+    normed = weight_norm_of(module)
+    if normed is not None and grouped:
+        return "has groups of channels, and a weight that a norm makes"
+    dims = pair_dims(module, inputs=inputs and not gathers, outputs=outputs)
+    if normed is not None and copied and norm_dim(normed) != dims["weight"]:
+        return "has a weight of which a norm is over segments that every rank has whole, and others"
     if grouped and (segments or taken or gathers):
         return f"has {convolution.groups} groups of channels, which are in no segments and gather no input"
     if inputs and 0 in chunk_sizes(convolution.in_channels, world_size):
         return f"takes too few channels ({convolution.in_channels}) for {world_size} ranks"
-    if segments and (inputs or min(segments) < 1 or sum(segments) != convolution.out_channels):
+    if segments and ((inputs and not gathers) or min(segments) < 1 or sum(segments) != convolution.out_channels):
         return f"has {convolution.out_channels} output channels, which segments {list(segments)} do not make up"
     if taken and (not inputs or min(taken) < 1 or sum(taken) != convolution.in_channels):
         return f"has {convolution.in_channels} input channels, which segments {list(taken)} do not make up"
+    if len(segments) > 1 and len(taken) > 1:
+        return "gives several segments, and takes several"
     places = copied_places(len(segments), copied, behind)
     for sizes in ([size for size, whole in zip(segments, places, strict=True) if not whole], taken):
         if any(0 in chunk_sizes(size, world_size) for size in sizes):
@@ -130,14 +145,20 @@ def pair_channels(
         raise ValueError(f"{type(module).__name__} {why}")
     kind: Any = type(module)
     dims = pair_dims(module, inputs=inputs and not gathers, outputs=outputs)
+    runs, normed = (segments or (() if gathers else taken)), weight_norm_of(module)
+    if normed is not None:
+        cut_norm(normed, mesh, cast(int, dims["weight"]), runs, copied, behind)
+    own = {} if normed is not None else {"weight": cast(int, dims["weight"])}
     if len(segments) > 1:
-        _take_apart(module, mesh, segments, channel_dims(module), copied, behind)
-        module.__class__ = _of_parts(kind, _give_parts, ("weight", "bias"))
+        take_apart(module, mesh, segments, own | {"bias": 0}, copied, behind)
+        if normed is not None:  # behind the bias, as in the unsharded state
+            module._modules["parametrizations"] = module._modules.pop("parametrizations")
+        module.__class__ = _of_parts(kind, _gather_and_give_parts if gathers else _give, (*own, "bias"))
         return module
     if len(taken) > 1 and gathers:
-        _remember_parts(module, mesh, taken)
+        remember_parts(module, mesh, taken)
     elif len(taken) > 1:
-        _take_apart(module, mesh, taken, {"weight": 1 - channel_dims(module)["weight"]})
+        take_apart(module, mesh, taken, own)
     for name, parameter in module._parameters.items():
         if parameter is not None:
             wanted, dim = parameter.requires_grad, dims[name]
@@ -150,67 +171,49 @@ def pair_channels(
     if gathers:
         module.__class__ = _paired_kind(kind, _gather_and_give)
     else:
-        module.__class__ = _of_parts(kind, forward, ("weight",)) if len(taken) > 1 else _paired_kind(kind, forward)
+        module.__class__ = _of_parts(kind, forward, tuple(own)) if len(taken) > 1 else _paired_kind(kind, forward)
     return module
 
 
 def gives_channels(module: nn.Module) -> bool:
     """Whether a call of ``module`` gives this rank's channels."""
-    giving = (_give, _give_parts, _take_and_give, _gather_and_give, _give_groups, _take_and_give_groups)
+    giving = (_give, _take_and_give, *_GATHERING, _give_groups, _take_and_give_groups)
     return getattr(type(module), "_tpk_convolves", None) in giving
 
 
 def segments_given(module: nn.Module) -> tuple[int, ...]:
     """How many channels of each segment it gives; () where there is one."""
-    return () if takes_channels(module) else cast("tuple[int, ...]", vars(module).get("_tpk_own", ()))
-
-
-def segments_copied(module: nn.Module) -> tuple[int, int]:
-    """Of the segments that it gives: how many every rank has whole, and how many are behind these."""
-    return cast("tuple[int, int]", vars(module).get("_tpk_copied", (0, 0)))
+    return _own_segments(module, given=True)
 
 
 def segments_taken(module: nn.Module) -> tuple[int, ...]:
     """How many channels of each segment it takes; () where there is one."""
-    return cast("tuple[int, ...]", vars(module).get("_tpk_own", ())) if takes_channels(module) else ()
+    return _own_segments(module, given=False)
+
+
+def _own_segments(module: nn.Module, *, given: bool) -> tuple[int, ...]:
+    gives = not takes_channels(module) or getattr(type(module), "_tpk_convolves", None) is _gather_and_give_parts
+    return cast("tuple[int, ...]", vars(module).get("_tpk_own", ())) if gives == given else ()
 
 
 def takes_channels(module: nn.Module) -> bool:
     """Whether a call of ``module`` takes this rank's channels."""
-    taking = (_take, _take_and_give, _gather_and_give, _take_groups, _take_and_give_groups)
+    taking = (_take, _take_and_give, *_GATHERING, _take_groups, _take_and_give_groups)
     return getattr(type(module), "_tpk_convolves", None) in taking
 
 
 def _give(self: Any, input: Tensor, output_size: list[int] | None = None) -> Tensor:
-    mesh, w, b = local_parts(self._parameters["weight"], self._parameters["bias"])
+    mesh, w, b = _held(self)
     return convolve(self, _whole(self, input, mesh), w, b, 1, output_size)
 
 
-def _give_parts(self: Any, input: Tensor, output_size: list[int] | None = None) -> Tensor:
-    mesh, w, b = _joined(self)
-    return convolve(self, _whole(self, input, mesh), w, b, 1, output_size)
-
-
-def _joined(self: Any) -> tuple[DeviceMesh, Tensor, Tensor | None]:
-    """This rank's parts of the weight and of the bias, of each segment one after the other; none of another bias."""
-    held = [local_parts(part._parameters["weight"], part._parameters.get("bias")) for part in _parts(self)]
-    if torch.is_grad_enabled():
-        held = [_shared(*one) if whole else one for one, whole in zip(held, _copied(self), strict=True)]
-    biases = [bias for _, _, bias in held if bias is not None]
-    weight = torch.cat([weight for _, weight, _ in held], self._tpk_dims["weight"])
-    return held[0][0], weight, torch.cat(biases) if biases else None
-
-
-def _shared(mesh: DeviceMesh, weight: Tensor, bias: Tensor | None) -> tuple[DeviceMesh, Tensor, Tensor | None]:
-    """The parameters of a segment that all ranks have, each with a share of its gradient."""
-    weight, *biases = (copy_to_group(one, mesh) if one.requires_grad and mesh.size() > 1 else one
-                       for one in (weight, bias) if one is not None)  # fmt: skip
-    return mesh, weight, biases[0] if biases else None
-
-
-def _copied(self: Any) -> tuple[bool, ...]:
-    """For each segment: whether every rank has it whole."""
-    return copied_places(len(self._tpk_segments), *segments_copied(self))
+def _held(self: Any) -> tuple[DeviceMesh, Tensor, Tensor | None]:
+    """This rank's parts of the weight and of the bias; of several segments one after the other."""
+    if (weight := self._parameters.get("weight")) is not None:
+        return local_parts(weight, self._parameters["bias"])
+    bias = local(self._parameters["bias"]) if "bias" in self._parameters else joined(self, "bias")
+    made = self.weight if weight_norm_of(self) is not None else joined(self, "weight")
+    return mesh_of(next(self.parameters())), cast(Tensor, made), bias
 
 
 def _whole(self: Any, input: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -234,8 +237,19 @@ def _take_and_give(self: Any, input: Tensor, output_size: list[int] | None = Non
 
 
 def _gather_and_give(self: Any, input: Tensor, output_size: list[int] | None = None) -> Tensor:
-    mesh, w, b = local_parts(self._parameters["weight"], self._parameters["bias"])
-    totals = vars(self).get("_tpk_segments", (self.in_channels,))
+    return _of_gathered(self, input, output_size, vars(self).get("_tpk_segments", (self.in_channels,)))
+
+
+def _gather_and_give_parts(self: Any, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+    return _of_gathered(self, input, output_size, (self.in_channels,))
+
+
+_GATHERING = (_gather_and_give, _gather_and_give_parts)
+
+
+def _of_gathered(self: Any, input: Tensor, output_size: list[int] | None, totals: Sequence[int]) -> Tensor:
+    """What a rank makes of its output channels, of the input channels of all ranks, in segments of ``totals``."""
+    mesh, w, b = _held(self)
     sizes = [chunk_sizes(total, mesh.size()) for total in totals]
     own = [sum(parts) for parts in zip(*sizes, strict=True)]
     channels = channels_in(self, input, own[mesh.get_local_rank()], mesh)
@@ -251,13 +265,8 @@ def _summed(
     self: Any, input: Tensor, output_size: list[int] | None, summed: Callable[[Tensor, DeviceMesh, int], Tensor]
 ) -> Tensor:
     """What all ranks make of their input channels, as ``summed`` brings it together, with the bias of what it gives."""
-    own = segments_taken(self)
-    if own:
-        (mesh, w, _), bias = _joined(self), self._parameters["bias"]
-        b = None if bias is None else local_parts(bias, None)[1]
-    else:
-        mesh, w, b = local_parts(self._parameters["weight"], self._parameters["bias"])
-        own = (chunk_sizes(self.in_channels, mesh.size())[mesh.get_local_rank()],)
+    mesh, w, b = _held(self)
+    own = segments_taken(self) or (chunk_sizes(self.in_channels, mesh.size())[mesh.get_local_rank()],)
     told = None if torch.compiler.is_compiling() else read_packed.get()
     if b is not None and gives_channels(self) and told is not None:
         told(b, 0, (b.shape[0],), 0, 0)
@@ -309,93 +318,24 @@ def _paired_kind(cls: Any, forward: Callable[..., Tensor]) -> type[nn.Module]:
 def _of_parts(cls: Any, forward: Callable[..., Tensor], names: tuple[str, ...]) -> type[nn.Module]:
     """A subclass of ``cls`` that gives, or takes, its part of each segment: the parameters ``names`` are packed."""
     named = {"__module__": cls.__module__, "__doc__": cls.__doc__, "__qualname__": cls.__qualname__}
-    packed = {name: _packed(name) for name in names}
+    stand_ins = {name: packed(name) for name in names}
     kind = _paired_kind(cls, forward)
-    return cast("type[nn.Module]", type(cls.__name__, (kind,), _PACKED | packed | named))
-
-
-def _remember_parts(
-    module: nn.Module, mesh: DeviceMesh, segments: Sequence[int], copied: int = 0, behind: int = 0
-) -> None:
-    places, ranks, rank = copied_places(len(segments), copied, behind), mesh.size(), mesh.get_local_rank()
-    parts = zip(segments, places, strict=True)
-    own = tuple(size if whole else chunk_sizes(size, ranks)[rank] for size, whole in parts)
-    vars(module).update(_tpk_segments=tuple(segments), _tpk_own=own, _tpk_copied=(copied, behind))
-
-
-def _take_apart(
-    module: nn.Module, mesh: DeviceMesh, segments: Sequence[int], dims: Mapping[str, int], copied: int = 0,
-    behind: int = 0,
-) -> None:  # fmt: skip
-    """Put a module for each segment in the place of the parameters that are cut along ``dims``."""
-    places = copied_places(len(segments), copied, behind)
-    for index, part in enumerate(_parts_of(module, segments, dims)):
-        for name, parameter in part._parameters.items():
-            if parameter is not None:
-                wanted = parameter.requires_grad
-                part._parameters[name] = (
-                    replicate_parameter(parameter, mesh, requires_grad=wanted) if places[index]
-                    else shard_parameter(parameter, mesh, dims[name], requires_grad=wanted)
-                )  # fmt: skip
-        module.add_module(f"part{index}", part)
-    for name in dims:
-        del module._parameters[name]
-    vars(module).update(_tpk_dims=dict(dims))
-    _remember_parts(module, mesh, segments, copied, behind)
-
-
-def _parts_of(convolution: nn.Module, segments: Sequence[int], dims: Mapping[str, int]) -> list[nn.Module]:
-    """A module for each segment, with views of the parameters that have these ``dims``."""
-    made = []
-    for start, size in zip(offsets(segments), segments, strict=True):
-        part = nn.Module()
-        for name, dim in dims.items():
-            whole = convolution._parameters[name]
-            view = None if whole is None else whole.detach().narrow(dim, start, size)
-            wanted = whole is not None and whole.requires_grad
-            part.register_parameter(name, None if view is None else nn.Parameter(view, requires_grad=wanted))
-        made.append(part.train(convolution.training))
-    return made
-
-
-def _parts(self: Any) -> list[Any]:
-    return [self._modules[f"part{index}"] for index in range(len(self._tpk_segments))]
-
-
-def _packed_parameters(self: Any) -> dict[str, tuple[int, tuple[str, ...]]]:
-    """As :meth:`PackedColumnParallelLinear.packed_parameters`."""
-    names = [name for name, one in _parts(self)[0]._parameters.items() if one is not None]
-    parts = range(len(self._tpk_segments))
-    return {name: (self._tpk_dims[name], tuple(f"part{index}.{name}" for index in parts)) for name in names}
+    return cast("type[nn.Module]", type(cls.__name__, (kind,), _PACKED | stand_ins | named))
 
 
 def _reset_parts(self: Any) -> None:
     """Initialise anew as torch does, equal to it under the first rank's seed; all ranks call it."""
-    weight = _parts(self)[0]._parameters["weight"]
-    fresh = fresh_like(self, weight, bias=self.bias is not None)
+    held = next(self.parameters())
+    mesh, fresh = mesh_of(held), fresh_like(self, held, bias=self.bias is not None)
     with torch.no_grad():
-        parts = zip(_parts(self), _parts_of(fresh, self._tpk_segments, self._tpk_dims), _copied(self), strict=True)
-        for part, new, whole in parts:
+        parts = parts_of(fresh, self._tpk_segments, self._tpk_dims)
+        for part, new, whole in zip(parts_in(self), parts, are_copied(self), strict=True):
             for name, parameter in new.named_parameters():
                 part._parameters[name].copy_(
-                    replicate_parameter(parameter, mesh_of(weight)) if whole
-                    else shard_parameter(parameter, mesh_of(weight), self._tpk_dims[name])
+                    replicate_parameter(parameter, mesh) if whole
+                    else shard_parameter(parameter, mesh, self._tpk_dims[name])
                 )  # fmt: skip
-        copy_fresh(self, fresh, mesh_of(weight))
-
-
-def _packed(name: str) -> property:
-    """What has the parameter's shape, dtype and device, and can be merged with."""
-
-    def read(self: Any) -> PackedParameter | None:
-        parts = [one for part in _parts(self) if (one := part._parameters[name]) is not None]
-        if not parts:
-            return None
-        dim, shape = self._tpk_dims[name], list(parts[0].shape)
-        shape[dim] = sum(self._tpk_segments)
-        return PackedParameter.of(name, shape, parts, dim)
-
-    return property(read)
+        copy_fresh(self, fresh, mesh)
 
 
 def _repr_of_parts(self: Any) -> str:
@@ -403,6 +343,6 @@ def _repr_of_parts(self: Any) -> str:
 
 
 _PACKED: dict[str, Any] = {
-    "packed_parameters": _packed_parameters, "reset_parameters": _reset_parts, "extra_repr": _repr_of_parts,
+    "packed_parameters": packed_parameters, "reset_parameters": _reset_parts, "extra_repr": _repr_of_parts,
 }  # fmt: skip
 """What else a convolution of several segments has."""

@@ -159,7 +159,7 @@ class Channels:
             raise ValueError("an input is gathered by a convolution that takes and gives this rank's channels")
         if self.taken and not self.inputs:
             raise ValueError("segments are taken by a convolution that takes this rank's channels: inputs=True")
-        if self.segments and (self.inputs or self.gather_output):
+        if self.segments and ((self.inputs and not self.gather_input) or self.gather_output):
             raise ValueError("segments are of a convolution that takes whole tensors and gives this rank's channels")
         if self.copied or self.behind:
             copied_places(len(self.segments), self.copied, self.behind)

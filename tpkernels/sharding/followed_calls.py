@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.module import register_module_forward_hook
 
+from tpkernels.nn.channel_parts import segments_copied
 from tpkernels.nn.column import ColumnParallelLinear
 from tpkernels.nn.convolution import convolved, within_own_code
 from tpkernels.nn.copied_heads import CopiedHeadsLinear
@@ -26,7 +27,6 @@ from tpkernels.nn.packed import PackedColumnParallelLinear
 from tpkernels.nn.packed_row import PackedRowParallelLinear
 from tpkernels.nn.paired_convolution import (
     gives_channels,
-    segments_copied,
     segments_given,
     segments_taken,
     takes_channels,

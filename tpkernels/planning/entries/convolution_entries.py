@@ -25,11 +25,13 @@ NORMED = "parametrizations.weight"
 def channel_cuts(model: nn.Module, name: str, style: Channels) -> dict[str, int | None]:
     """The dimension in which each parameter of a convolution, or of what makes its weight, is cut."""
     module = model.get_submodule(name)
-    if style.paired:
-        return pair_dims(module, inputs=style.inputs and not style.gather_input, outputs=not style.gather_output)
-    if not name.endswith(NORMED):
-        return {**channel_dims(module)}
-    dim = channel_dims(model.get_submodule(name.removesuffix(NORMED).removesuffix(".")))["weight"]
+    normed = name.endswith(NORMED)
+    convolution = model.get_submodule(name.removesuffix(NORMED).removesuffix(".")) if normed else module
+    gives, takes = not style.gather_output, style.inputs and not style.gather_input
+    dims = pair_dims(convolution, inputs=takes, outputs=gives) if style.paired else channel_dims(convolution)
+    if not normed:
+        return {**dims}
+    dim = dims["weight"]
     return {"original0": dim if norm_dim(module) == dim else None, "original1": dim}
 
 

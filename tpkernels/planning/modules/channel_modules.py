@@ -24,6 +24,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
 
 from tpkernels.nn.convolution import is_convolution, own_code
+from tpkernels.nn.normed_weight import weight_norm_of
 from tpkernels.planning.modules.own_code import calls_super
 from tpkernels.planning.splits import share
 
@@ -75,7 +76,9 @@ class ChannelParts(NamedTuple):
 
 def channels_of(module: nn.Module) -> tuple[int, int] | None:
     """Input and output channels of a convolution over all channels; None for any other module."""
-    if not isinstance(module, _ConvNd) or module.groups > 1 or not _is_plain(module) or not _convolves(module):
+    if not isinstance(module, _ConvNd) or module.groups > 1 or not _is_plain(module, normed=True):
+        return None
+    if not _convolves(module):
         return None
     return module.in_channels, module.out_channels
 
@@ -105,10 +108,11 @@ def _convolves(module: nn.Module) -> bool:
     return is_convolution(module) and (base is None or calls_super(kind, base))
 
 
-def _is_plain(module: nn.Module) -> bool:
+def _is_plain(module: nn.Module, *, normed: bool = False) -> bool:
     hooks = any(getattr(module, hooks) for hooks in _HOOKS)
     made = not any(is_lazy(one) for one in module.parameters(recurse=False))
-    return made and not hooks and not module._modules and "forward" not in vars(module)
+    alone = not module._modules or (normed and weight_norm_of(module) is not None and len(module._modules) == 1)
+    return made and not hooks and alone and "forward" not in vars(module)
 
 
 def is_batched(module: nn.Module, x: Tensor) -> bool:

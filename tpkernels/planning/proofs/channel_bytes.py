@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from tpkernels.planning.alone.single_layers import by_rule
-from tpkernels.planning.entries.convolution_entries import channel_cuts, convolution_traffic
+from tpkernels.planning.entries.convolution_entries import NORMED, channel_cuts, convolution_traffic
 from tpkernels.planning.entries.plan_entries import traffic_of
 from tpkernels.planning.runs.row_counts import Elements, count_rows, elements_in, untrained_in
 from tpkernels.planning.runs.shadow import Shadow
@@ -61,12 +61,15 @@ class ChannelBytes:
         return sum(self._of(name, PartNorm(*self.shadow.norms[name])) for name in names)
 
     def _of(self, name: str, style: Style) -> int:
-        module = self.shadow.modules[name]
         if isinstance(style, Channels):
-            dims = channel_cuts(self.shadow.model, name, style)
-            sent = convolution_traffic(module, dims, self.elements.get(name), self.world_size, style).wire_bytes
-        else:
-            layer, own = self.shadow.layers.get(name), dict(module.named_parameters(recurse=False))
-            rows, needs_dx = self._rows.get(name), name not in self._untrained
-            sent = traffic_of(style, layer, own, rows, self.world_size, None, needs_dx).wire_bytes
-        return sent or 0
+            return sum(
+                self._of_channels(one, style) for one in (name, f"{name}.{NORMED}") if one in self.shadow.modules
+            )
+        layer, own = self.shadow.layers.get(name), dict(self.shadow.modules[name].named_parameters(recurse=False))
+        rows, needs_dx = self._rows.get(name), name not in self._untrained
+        return traffic_of(style, layer, own, rows, self.world_size, None, needs_dx).wire_bytes or 0
+
+    def _of_channels(self, name: str, style: Channels) -> int:
+        """Of a convolution, or of what makes its weight."""
+        module, dims = self.shadow.modules[name], channel_cuts(self.shadow.model, name, style)
+        return convolution_traffic(module, dims, self.elements.get(name), self.world_size, style).wire_bytes or 0

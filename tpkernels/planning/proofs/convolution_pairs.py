@@ -27,7 +27,7 @@ from tpkernels.planning.proofs.channel_bytes import ChannelBytes
 from tpkernels.planning.proofs.hypotheses import Proof
 from tpkernels.planning.proofs.pair_proofs import prove
 from tpkernels.planning.proofs.search_widths import SearchWidths
-from tpkernels.planning.runs.layer_groups import Group, find_groups
+from tpkernels.planning.runs.layer_groups import Group, find_groups, joined_groups
 from tpkernels.planning.runs.session import Scope
 from tpkernels.planning.runs.shadow import Shadow
 from tpkernels.planning.runs.trace import Recording
@@ -52,6 +52,8 @@ class PairChoice:
         """Groups that cannot be cut, whichever others are; and why."""
         self.bytes = ChannelBytes(search.shadow, recording, world_size)
         self._known: dict[Any, tuple[Group, Scope, Proof] | Unproven] = {}
+        self._apart: list[Group] = []
+        """Groups that are not proven by themselves."""
         ends = search.shadow.convolutions.keys() | grouped
         found = find_groups(recording, convolutions=ends) if ends else []
         self.groups = [group for group in found if not grouped or {*group.layers} & grouped]
@@ -66,6 +68,15 @@ class PairChoice:
         taken."""
         taken: dict[Group, Proof] = {}
         beside: dict[Group, Unproven] = {}
+        self._take(taken, beside, used)
+        joined = joined_groups(self._apart, self.search.shadow.convolutions)
+        if fresh := [group for group in joined if group not in self.groups]:
+            self.groups += fresh
+            self._take(taken, beside, used)
+        return taken, self.refused | beside
+
+    def _take(self, taken: dict[Group, Proof], beside: dict[Group, Unproven], used: Container[str]) -> None:
+        """Take those that save bytes, one after the other."""
         free = [group for group in self.groups if not any(name in used for name in group.layers)]
         while free := [group for group in free if not any(group in some for some in (self.refused, beside, taken))]:
             added = {group: self._added(group, taken) for group in free}
@@ -80,6 +91,7 @@ class PairChoice:
                 proof = self._proof(best)
             except Unproven as error:
                 self.refused[best] = error
+                self._apart.append(best)
                 continue
             if added[best] + self.bytes.sent_in_norms(proof.norms) > 0:
                 self.refused[best] = Unproven("with its norms a pair would send more than its layers do without it")
@@ -89,7 +101,6 @@ class PairChoice:
                 taken[best] = proof
             else:
                 beside[best] = Unproven(f"{clash} is in another pair")
-        return taken, self.refused | beside
 
     def _added(self, group: Group, taken: Mapping[Group, Proof]) -> int:
         """How many bytes more a rank sends if the group is cut beside those ``taken``."""
@@ -140,12 +151,14 @@ class PairChoice:
         return proof
 
 
-def names_gathering(choices: Sequence[PairChoice], pairs: Collection[Group]) -> set[str]:
-    """Convolutions that end one of ``pairs`` and begin another, and send less if they gather what they take."""
+def names_gathering(choices: Sequence[PairChoice], pairs: Mapping[Group, Proof]) -> set[str]:
+    """Convolutions that end one of ``pairs`` and begin another, and gather what they take: they send
+    less so, or give several segments, as nobody scatters a sum in these."""
     between = {name for group in pairs for name in group.rows} & {name for group in pairs for name in group.columns}
+    packed = {name for proof in pairs.values() for name, sizes in proof.segments.items() if len(sizes) > 1} & between
     layers = {name for one in choices for name in one.search.shadow.layers}  # these scatter their sums
     counted = {name: next(one.bytes for one in choices if name in one.bytes.elements) for name in between - layers}
-    return {name for name, sent in counted.items() if sent.gathers(name)}
+    return {name for name, sent in counted.items() if name in packed or sent.gathers(name)}
 
 
 def sent_for_results(choices: Sequence[PairChoice], pairs: Collection[Group]) -> int:

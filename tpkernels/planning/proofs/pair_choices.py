@@ -38,10 +38,12 @@ def pair_choices(decision: Decision, shadow: Shadow, world_size: int) -> dict[st
             sizes = decision.pairs[given[name]].segments[name]
             if len(sizes) > 1 and not isinstance(style, Row):
                 proof = decision.pairs[given[name]]
-                style, what = replace(style, segments=sizes), "by channels of each segment"
-                style = replace(style, copied=proof.copied, behind=proof.behind)
+                style, before = replace(style, segments=sizes), f"{what}, " if name in taken else ""
+                what = f"{before}by channels of each segment"
+                if isinstance(style, Channels):
+                    style = replace(style, copied=proof.copied, behind=proof.behind)
                 if proof.copied:
-                    what = "by channels of each segment, and the narrow ones whole"
+                    what = f"{what}, and the narrow ones whole"
             between = ", and gives channels" if gathers or grouped else ", and scatters the sum"
             scattered = between if name in taken else ""
             what = f"{what}{scattered}, up to {_last_names(given[name].rows)}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import islice, pairwise, product, takewhile
+from itertools import chain, islice, pairwise, product, takewhile
 from math import prod
 
 import torch
@@ -79,6 +79,11 @@ def prove(search: SearchWidths, recording: Recording, group: Group, world_size: 
     for proof in _with_widths(search, group, scope, begun, world_size):
         with suppress(Unproven):
             return _sliced(search, recording, group, proof, world_size)
+    for segments in _alike(search.shadow, recording, group, scope):
+        sets = _own(search.shadow, group, search.attribute_sets([scope], world_size))
+        for attributes in islice(chain([{}], sets), MOST_NUMBERS):
+            with suppress(Unproven):
+                return _sliced(search, recording, group, Proof(segments, attributes), world_size)
     raise next((error for error in failures if not error.segmented), failures[0])
 
 
@@ -169,6 +174,19 @@ def _layouts(shadow: Shadow, recording: Recording, group: Group, scope: Scope) -
         yield dict(zip(group.columns, chosen, strict=True))
 
 
+def _alike(shadow: Shadow, recording: Recording, group: Group, scope: Scope) -> Iterator[dict[str, tuple[int, ...]]]:
+    """Segments of columns of one size alike, where convolutions between others are of several: those gather what they
+    take (a WaveNet, whose gates, and whose sums for the next block and the last, are halves)."""
+    sizes = {name: shadow.sizes[name].out_features for name in group.columns}
+    inner = {*group.columns} & {*group.rows}
+    options = {size: [(size,), *_cuts_of(recording, scope, size)] for size in sizes.values()}
+    for chosen in islice(product(*options.values()), MOST_LAYOUTS):
+        of = dict(zip(options, chosen, strict=True))
+        packed = {name for name, size in sizes.items() if len(of[size]) > 1}
+        if packed & inner and not packed & shadow.layers.keys():
+            yield {name: of[size] for name, size in sizes.items()}
+
+
 def _cuts_of(recording: Recording, scope: Scope, size: int) -> list[tuple[int, ...]]:
     """How code takes a dimension of ``size`` channels apart."""
     found: list[tuple[int, ...]] = []
@@ -204,7 +222,8 @@ def _sliced(search: SearchWidths, recording: Recording, group: Group, proof: Pro
                 replay.run_scope(scope)
                 norms |= replay.cut_norms.keys()
         except Unproven as error:
-            if error.taken is not None and error.taken[0] not in proof.taken:
+            packed = error.taken is not None and len(proof.segments.get(error.taken[0], ())) > 1
+            if error.taken is not None and error.taken[0] not in proof.taken and not packed:
                 proof = replace(proof, taken={**proof.taken, error.taken[0]: error.taken[1]})
                 continue
             running = "" if replay is None else recording.module_at(replay.place)

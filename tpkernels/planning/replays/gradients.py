@@ -19,7 +19,10 @@ from tpkernels.planning.runs.session import Session
 from tpkernels.planning.runs.shadow import Shadow
 from tpkernels.planning.splits import Split, Unproven
 
-__all__ = ["Gradients"]
+__all__ = ["OWN_NUMBERS", "Gradients"]
+
+OWN_NUMBERS = "a constant depends on the number of features of one rank"
+"""Why a tensor of other numbers than the whole model's goes nowhere but into code that reads them one by one."""
 
 
 class Gradients(Session):
@@ -53,6 +56,8 @@ class Gradients(Session):
         """Of these: the parameters that they met on the way from the feeder."""
         self._splits: dict[int, Split] = {}
         self._groups: dict[int, frozenset[int]] = {}
+        self._own_numbers: dict[int, Tensor] = {}
+        """Tensors that code makes of one rank's numbers, to read these again: a size in a tensor (WaveNet)."""
         self._from_before: set[int] = set()
         """Tensors that are parts, or have a part of their gradient, and were made before a condition that all ranks
         answer alike."""
@@ -95,11 +100,15 @@ class Gradients(Session):
     def not_from_before(self, tensors: list[Tensor]) -> None:
         """Check that ``tensors`` do not depend on an answer by being a part."""
         for tensor in tensors:
+            if id(tensor) in self._own_numbers:
+                raise Unproven(OWN_NUMBERS)
             if id(tensor) in self._from_before:
                 self.blame = self._groups.get(id(tensor), self.blame)
                 raise Unproven("a part of one rank is read behind a condition, and was made before it")
 
     def _is_whole(self, tensor: Tensor, where: str) -> None:
+        if id(tensor) in self._own_numbers:
+            raise Unproven(OWN_NUMBERS)
         if id(tensor) in self._splits or id(tensor) in self._summed:
             self.blame = self._groups.get(id(tensor), self.blame)
             what = "a part of one rank" if id(tensor) in self._splits else "what has a part of its gradient"

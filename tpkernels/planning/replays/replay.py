@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from tpkernels.ops.checks import DTYPES
 from tpkernels.planning.replays.constant_parts import COPIES, ConstantParts
+from tpkernels.planning.replays.gradients import OWN_NUMBERS
 from tpkernels.planning.replays.op_call import NO_PARTS, is_pointwise, no_part
 from tpkernels.planning.replays.roles import Role, unlike_ranks
 from tpkernels.planning.replays.rules import RULES, Call, pointwise
@@ -49,6 +50,10 @@ __all__ = ["Replay", "Role", "unlike_ranks"]
 
 aten = torch.ops.aten
 _CONSTANT = {aten.zeros, aten.ones, aten.full, aten.new_zeros, aten.new_ones, aten.new_full, aten.empty, aten.new_empty}
+_READING = {aten.select, aten._local_scalar_dense}
+"""Of a tensor of numbers, to which code gives one back."""
+_MOST_NUMBERS = 16
+"""In such a tensor."""
 
 
 class Replay(ConstantParts):
@@ -164,10 +169,10 @@ class Replay(ConstantParts):
     def op(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         if (moved := self.moved(func, args, kwargs, tensors)) is not None:
             return moved
-        self.not_from_before(tensors)
+        packet = canonical(func)
+        self.not_from_before([one for one in tensors if packet not in _READING or id(one) not in self._own_numbers])
         groups = frozenset().union(*(self._groups.get(id(tensor), frozenset()) for tensor in tensors))
         self.blame = groups or self.blame
-        packet = canonical(func)
         if packet in TRANSPARENT:
             out = func(*args, **kwargs)
             self._mark(out, self._splits.get(id(tensors[0])), groups)
@@ -176,8 +181,9 @@ class Replay(ConstantParts):
             self.made[id(out)] = self.source(tensors[0])
             return out
         event = self._next(packet, None, self.sources_of(packet, tensors))
-        if event.constant != constant_of(func, tensors):
-            raise Unproven("a constant depends on the number of features of one rank")
+        own = event.constant != constant_of(func, tensors)
+        if own and (tensors[0].is_floating_point() or tensors[0].numel() > _MOST_NUMBERS):
+            raise Unproven(OWN_NUMBERS)
         local, local_kwargs = as_shapes(args), {key: as_shapes(value) for key, value in kwargs.items()}
         local_kwargs |= memory_of(packet, tensors)
         self.before_written(func, args, kwargs)
@@ -212,6 +218,8 @@ class Replay(ConstantParts):
                 self._share(output, func, groups)
             else:
                 self._mark(output, answer, groups)
+        if own or any(id(tensor) in self._own_numbers for tensor in tensors):
+            self._own_numbers |= {id(output): output for output in outputs}
         self._pass_summed(func, tensors, outputs)
         self.pass_origins(func, tensors, outputs)
         self._made(outputs)

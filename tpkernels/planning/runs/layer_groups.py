@@ -8,7 +8,7 @@ the inputs are (row), and nothing else sees them.  The replay proves whether the
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Container, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -136,6 +136,23 @@ def find_groups(
         return group.size, order[group.columns[0]]
 
     return sorted(groups, key=place) + sorted(fed, key=place)
+
+
+def joined_groups(groups: Sequence[Group], convolutions: Container[str]) -> list[Group]:
+    """Those that share convolutions, each the end of one and the beginning of another, as one: where blocks take the
+    channels of a stream apart by a number of the stream's own, only both can be cut (WaveNet)."""
+    found: list[Group] = []
+    left = [group for group in groups if not group.results and all(name in convolutions for name in group.layers)]
+    while left:
+        joined, names = [left.pop(0)], set[str]()
+        while names != (names := {name for one in joined for name in one.layers}):
+            joined += [one for one in left if {*one.layers} & names]
+            left = [one for one in left if one not in joined]
+        columns = tuple(name for one in joined for name in one.columns)
+        rows = tuple(name for one in joined for name in one.rows)
+        if len(joined) > 1:
+            found.append(Group(columns, rows, any(one.random for one in joined)))
+    return found
 
 
 def components(
