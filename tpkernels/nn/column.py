@@ -7,6 +7,7 @@
     sequence_parallel   x_r is a shard of the sequence, x = all_gather(x_r)        op: all_gather_matmul
     otherwise           x is equal on all ranks; backward dx = all_reduce(dx_r)    op: copy_matmul
     gather_output       y = all_gather(y_r, last dim), equal on all ranks
+    gather_input        x_r is this rank's features, x = all_gather(x_r, last dim); backward dx_r = reduce_scatter(dx)
 
 Parameters are DTensors, ``Shard(0)``.  Their gradients are local: no reduction over the group is left to do.
 """
@@ -21,13 +22,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tpkernels.comm.groups import GroupLike
-from tpkernels.comm.same_bits import anywhere
+from tpkernels.comm.same_bits import anywhere, refuse
 from tpkernels.nn.parallel_linear import ParallelLinear, features_of
 from tpkernels.nn.parameters import tp_mesh
 from tpkernels.nn.shared_input import SharedInput, run_gated, run_together
 from tpkernels.ops import all_gather, copy_matmul
-from tpkernels.ops.contract import ACTIVATIONS, GATED
+from tpkernels.ops.contract import ACTIVATIONS, GATED, activation_forward
 from tpkernels.ops.same_bits import check_parts
+from tpkernels.partition import chunk_sizes
 
 __all__ = ["ColumnParallelLinear", "ColumnParallelLinears"]
 
@@ -41,6 +43,7 @@ class ColumnParallelLinear(ParallelLinear):
     default                ``[..., in]``, equal on all ranks       ``[..., out_r]``
     ``sequence_parallel``  ``[..., S_r, ..., in]``                 ``[..., S, ..., out_r]``
     ``gather_output``      as above                                ``[..., out]``, equal on all ranks
+    ``gather_input``       ``[..., in_r]``                         ``[..., out_r]``
     =====================  ======================================  =================================================
 
     Args:
@@ -50,6 +53,8 @@ class ColumnParallelLinear(ParallelLinear):
             in ``[S, B, H]``.
         gather_output: continue with the whole y on every rank; all ranks must then compute the same from it.
         save_gathered: keep the gathered x for the backward pass instead of gathering it again.
+        gather_input: take this rank's features of x, as ``torch.chunk`` cuts them: the layer begins a pair where a
+            stream of parts goes on beside it.  The gathered x is kept for the backward pass.
         unit: features that stay together, for example a head's.  Where ``torch.chunk`` of the features would cut them,
             the units are cut as it cuts, and the parameters have a dimension for them: weight ``[units, unit, in]``,
             bias ``[units, unit]`` (10 units over 4 ranks: 3, 3, 3, 1).  Where that leaves a rank without any, they are
@@ -85,6 +90,7 @@ class ColumnParallelLinear(ParallelLinear):
         sequence_dim: int = -2,
         gather_output: bool = False,
         save_gathered: bool = False,
+        gather_input: bool = False,
         unit: int = 1,
         implementation: str = "auto",
         device: torch.device | str | None = None,
@@ -92,6 +98,7 @@ class ColumnParallelLinear(ParallelLinear):
     ) -> None:
         if activation is not None and activation not in ACTIVATIONS:
             raise ValueError(f"activation must be None or one of {sorted(ACTIVATIONS)}, got {activation!r}")
+        self.gather_input = gather_input
         super().__init__(
             in_features,
             out_features,
@@ -105,6 +112,10 @@ class ColumnParallelLinear(ParallelLinear):
             dtype=dtype,
         )
         self.activation, self.gather_output, self.save_gathered = activation, gather_output, save_gathered
+        if gather_input:
+            if sequence_parallel or gather_output or save_gathered:
+                raise ValueError("gather_input goes with none of sequence_parallel, gather_output and save_gathered")
+            refuse(self.mesh, "a column layer with gather_input", "features of its input are in no blocks")
 
     @classmethod
     def from_linear(
@@ -117,6 +128,7 @@ class ColumnParallelLinear(ParallelLinear):
         sequence_dim: int = -2,
         gather_output: bool = False,
         save_gathered: bool = False,
+        gather_input: bool = False,
         unit: int = 1,
         implementation: str = "auto",
     ) -> Self:
@@ -135,6 +147,7 @@ class ColumnParallelLinear(ParallelLinear):
             sequence_dim=sequence_dim,
             gather_output=gather_output,
             save_gathered=save_gathered,
+            gather_input=gather_input,
             unit=unit,
             implementation=implementation,
             device="meta",
@@ -146,6 +159,8 @@ class ColumnParallelLinear(ParallelLinear):
 
         ``source``: the tensor that layers of one :class:`SharedInput` were called with, where x was made from it.
         """
+        if self.gather_input:
+            return self._of_parts(x, shard_sizes)
         if shard_sizes is not None or x.shape[-1] != self.in_features:
             self.check(x, shard_sizes)
         if self.shared is not None and self.shared.has_use(self):
@@ -161,6 +176,20 @@ class ColumnParallelLinear(ParallelLinear):
         y = self.of_places(y)
         check_parts(mesh, y, self.block_widths())
         return y
+
+    @property
+    def taken_sizes(self) -> tuple[int, ...]:
+        """Features of x that each rank takes; none where it takes all."""
+        return chunk_sizes(self.in_features, self.mesh.size()) if self.gather_input else ()
+
+    def _of_parts(self, x: Tensor, shard_sizes: Sequence[int] | None) -> Tensor:
+        """The output for this rank's features of x."""
+        mesh, sizes = self.mesh, self.taken_sizes
+        own = sizes[mesh.get_local_rank()]
+        if shard_sizes is not None or x.shape[-1] != own:
+            self._check_input(x, own, "with gather_input it takes this rank's part of them", shard_sizes)
+        x = all_gather(x, mesh, dim=-1, shard_sizes=sizes, implementation=self.implementation)
+        return self.of_places(activation_forward(self.activation, F.linear(x, *self.parts()[0])))
 
     def check(self, x: Tensor, shard_sizes: Sequence[int] | None) -> None:
         """Refuse an x of other features, on every rank."""
@@ -186,11 +215,14 @@ class ColumnParallelLinear(ParallelLinear):
         return all_gather(y, self.mesh, dim=-1, shard_sizes=self.shard_sizes, replicated_grad=True)
 
     def _op(self) -> str:
+        if self.gather_input:
+            return "all_gather"
         return "all_gather_matmul" if self.sequence_parallel else "matmul_all_reduce"
 
     def _options(self) -> str:
         text = f", activation={self.activation!r}" if self.activation else ""
-        return text + (", gather_output=True" if self.gather_output else "")
+        takes = f", takes={'/'.join(map(str, self.taken_sizes))}" if self.gather_input else ""
+        return text + (", gather_output=True" if self.gather_output else takes)
 
 
 class ColumnParallelLinears(nn.Module):

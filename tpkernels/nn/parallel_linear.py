@@ -47,6 +47,8 @@ class ParallelLinear(nn.Module):
     """The weight is kept as ``[in, out]``, as the Conv1D of Hugging Face's GPT-2 keeps it."""
     by_unit = False
     """What is cut has a dimension for units and one for what is in them: ``[units, unit]`` instead of ``[out]``."""
+    gather_input = False
+    """It takes this rank's part of the features that it needs all of."""
     blocks: Blocks | None = None
     """How what is cut lies in the blocks of ``same_bits``, where it does not divide into them."""
 
@@ -204,7 +206,7 @@ class ParallelLinear(nn.Module):
     def _refuse(self, message: str) -> NoReturn:
         """Raise, and tell the peers where the forward pass communicates: they may be in the call already."""
         mesh = self.mesh
-        if mesh.size() > 1 and (self.sequence_parallel or self.cut_dim == 1):
+        if mesh.size() > 1 and (self.sequence_parallel or self.cut_dim == 1 or self.gather_input):
             agreement.refuse(resolve(mesh), self._op(), message)
         raise ValueError(message)
 

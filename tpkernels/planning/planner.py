@@ -35,6 +35,7 @@ from tpkernels.planning.proofs.hypotheses import Attributes, Slice
 from tpkernels.planning.proofs.inner_blocks import find_inner_blocks
 from tpkernels.planning.proofs.own_products import told
 from tpkernels.planning.proofs.pair_choices import numbers_by_channel, pair_choices, refuse_by_hand, seen_elsewhere
+from tpkernels.planning.proofs.pairs_beside import beside_streams
 from tpkernels.planning.proofs.search_gathered import gathered_arguments, summed_arguments, taken_bytes
 from tpkernels.planning.proofs.tied_groups import tied_layers
 from tpkernels.planning.proofs.weights_in_parts import shown_in_another_shape
@@ -179,8 +180,9 @@ class _Planner:
             self.chosen[name] = sums_its_gradient(self.chosen[name])
         self.chosen |= attention_choices(self.modules, self.chosen, self.world_size, read, tied)
         self.chosen |= convolution_choices(
-            self.modules, self.chosen, self.world_size, read, tied, self.observation, self._why_unpaired
-        )
+            self.modules, self.chosen, self.world_size, read, tied, self.observation,
+            self.neighbours.why_unpaired if self.neighbours is not None else lambda name: "",
+        )  # fmt: skip
         if self.observation is not None:
             self.chosen |= experts_choices(
                 self.model, self.observation, self.chosen, self.world_size, tied, way=experts, parts=parts
@@ -357,6 +359,7 @@ class _Planner:
                 style = proof.row(layer.in_features, layer.out_features, scattered=scattered)
                 what = f", and scatters the sum, up to {rows}" if scattered else ""
                 self._choose(name, style, f"sums what {columns} cut{what}")
+        self.chosen |= beside_streams(self.decision.streaming, self.chosen)
 
     def _decide(self, excluded: Mapping[str, str], loose: Mapping[str, Role]) -> Decision:
         assert self.observation is not None
@@ -424,9 +427,6 @@ class _Planner:
         why += f" (not with its neighbours: {apart})" if apart else ""
         why += " (not called by the example)" if self.traced and not self._is_seen(name) else ""
         return by_rule(layer, why, tied=name in self._tied())
-
-    def _why_unpaired(self, name: str) -> str:
-        return "" if self.neighbours is None else self.neighbours.why_unpaired(name)
 
     def _tied(self) -> dict[str, list[str]]:
         return tied_modules(self.modules)

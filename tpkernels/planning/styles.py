@@ -42,7 +42,8 @@ class Column:
     :class:`tpkernels.nn.PackedColumnParallelLinear`; ``units`` are then what ``unit`` is otherwise, one per segment.
     The last ``copied`` segments stay whole on every rank: the one key and value that all queries share; with others
     ``behind`` them, what all heads of a state space read.  Where each is ``copied_heads`` heads, a rank computes those
-    that its queries need: its part of ``copies`` heads.
+    that its queries need: its part of ``copies`` heads.  With ``gather_input`` the layer takes this rank's features,
+    and gathers them: it begins a pair beside which a stream goes on in parts.
     """
 
     sequence_parallel: bool = False
@@ -61,6 +62,16 @@ class Column:
     """Not where a layer before it has ``summed_gradient``, and sums for all that it gives to."""
     summed_gradient: bool = False
     """The gradient of what the layer gives is summed over the ranks, which work on parts of what is made of it."""
+    gather_input: bool = False
+
+    def __post_init__(self) -> None:
+        others = self.sequence_parallel or self.gather_output or self.save_gathered or self.segments
+        if self.gather_input and (others or self.summed_gradient or not self.sum_input_gradient):
+            raise ValueError(
+                "gather_input is of a column that takes this rank's features, and gives this rank's features of what "
+                "it computes of all: sequence_parallel, gather_output, save_gathered, segments, summed_gradient and "
+                "sum_input_gradient=False are of other columns"
+            )
 
     def local_features(self, total: int, world_size: int) -> tuple[int, ...]:
         """Of the ``total`` output features, those that each rank has memory for."""

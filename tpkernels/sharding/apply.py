@@ -375,6 +375,7 @@ def _check_swap(name: str, module: nn.Module, style: Style, tp: DeviceMesh) -> L
     if isinstance(style, Column):
         check_column(name, layer, style, tp.size())
         op = "all_gather_matmul" if style.sequence_parallel else "matmul_all_reduce"
+        op = "all_gather" if style.gather_input else op
     elif isinstance(style, Row):
         check_row(name, layer, style)
         op = "matmul_reduce_scatter" if style.sequence_parallel or style.scatter_unit else "matmul_all_reduce"

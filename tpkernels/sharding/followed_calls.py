@@ -140,6 +140,8 @@ class Followed(AbstractContextManager["Followed"]):
         if isinstance(module, RowParallelLinear) and not module.split_input and id(module) not in self.own_rows:
             sizes = module.sizes_taken if isinstance(module, PackedRowParallelLinear) else ()
             self._check_row(module, -1, *args, **{**kwargs, "sizes": sizes})
+        if isinstance(module, ColumnParallelLinear) and module.gather_input:
+            self._check_row(module, -1, *args, **kwargs)
 
     def _called_within(self, module: nn.Module, x: Tensor, output: Tensor) -> None:
         if threading.get_ident() == self.thread and id(module) in self.names:
@@ -183,6 +185,7 @@ class Followed(AbstractContextManager["Followed"]):
         if not hooks:
             return
         takes = isinstance(module, RowParallelLinear) and not module.split_input
+        takes = takes or (isinstance(module, ColumnParallelLinear) and module.gather_input)
         cut = {
             "input": takes or any(map(self._is_part, nested_tensors.leaves((args, kwargs)))),
             "output": any(map(self._is_part, nested_tensors.leaves(output))),

@@ -53,7 +53,7 @@ def _replace(old: nn.Module, style: Style, tp: DeviceMesh) -> nn.Module:
     old = as_torchs(old)
     if isinstance(style, Column):
         packed = ("segments", "units", "copied", "behind", "copied_heads", "copies")
-        for option in ("gather_output", "unit") if style.segments else packed:
+        for option in ("gather_output", "gather_input", "unit") if style.segments else packed:
             del options[option]
         kind = PackedColumnParallelLinear if style.segments else ColumnParallelLinear
         column = kind.from_linear(old, tp, **options)

@@ -123,6 +123,11 @@ def check_styles(styles: Mapping[str, Style], same_bits: int, *, by_hand: bool =
                 f"same_bits ({same_bits}): module {name!r} takes parts of several segments, and its sums over these "
                 "are in no blocks"
             )
+        if isinstance(style, Column) and style.gather_input:
+            raise ValueError(
+                f"same_bits ({same_bits}): module {name!r} gathers this rank's features of what it takes, which are in "
+                "no blocks"
+            )
         if isinstance(style, Row) and style.scatter_unit:
             raise ValueError(
                 f"same_bits ({same_bits}): module {name!r} gives this rank's features of what it sums, which are in no "

@@ -73,6 +73,8 @@ def _rows(style: Style | None, features: int, rank: int, world_size: int) -> lis
         sizes = style.segments or (features,)
         parts = zip(offsets(sizes), sizes, strict=True)
         return [start + column for start, size in parts for column in _chunk(size, style.unit, rank, world_size)]
+    if isinstance(style, Column) and style.gather_input:
+        return _chunk(features, 1, rank, world_size)
     return None
 
 

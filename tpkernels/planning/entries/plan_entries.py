@@ -266,7 +266,8 @@ def traffic_of(
     if leader is not None:
         forward, backward = ([move for move in moves if move[1] not in ("x", "dx")] for moves in (forward, backward))
     if not needs_dx:
-        backward = [move for move in backward if move[1] != "dx" or move[0] == "reduce-scatter"]
+        along = getattr(style, "sequence_parallel", False)  # the op sends it, whoever wants it
+        backward = [move for move in backward if move[1] != "dx" or (along and move[0] == "reduce-scatter")]
     passes = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1}
     total = 0
     for collective, what in (*forward, *backward):
@@ -276,6 +277,7 @@ def traffic_of(
     op = None
     if isinstance(style, Column | CopiedHeads):
         op = "all_gather_matmul" if style.sequence_parallel else "matmul_all_reduce"
+        op = "all_gather" if isinstance(style, Column) and style.gather_input else op
     elif isinstance(style, Row):
         scattered = style.sequence_parallel or style.scatter_unit > 0
         op = "matmul_reduce_scatter" if scattered else "matmul_all_reduce"
@@ -299,6 +301,9 @@ def _collectives(style: Style) -> tuple[Moves, Moves]:
             backward.append(("reduce-scatter", "dx"))
             if not (isinstance(style, Column) and style.save_gathered):
                 backward.append(("all-gather", "x"))
+        elif isinstance(style, Column) and style.gather_input:
+            forward.append(("all-gather", "x"))
+            backward.append(("reduce-scatter", "dx"))
         elif not isinstance(style, Column) or style.sum_input_gradient:
             backward.append(("all-reduce", "dx"))
         if isinstance(style, CopiedHeads) or style.copied:
@@ -359,4 +364,6 @@ def _implementation(
         return explain("all_gather", m=rows, n=0, k=layer.out_features, dtype=weight.dtype, group=group).chosen
     if op == "all_reduce":
         return explain("all_reduce", m=rows, n=layer.out_features, k=0, dtype=weight.dtype, group=group).chosen
+    if op == "all_gather":
+        return explain(op, m=rows, n=0, k=layer.in_features, dtype=weight.dtype, group=group).chosen
     return explain(op, m=rows, n=n, k=k, dtype=weight.dtype, group=group).chosen

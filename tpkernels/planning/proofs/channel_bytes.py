@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 
 from tpkernels.planning.alone.single_layers import by_rule
 from tpkernels.planning.entries.convolution_entries import NORMED, channel_cuts, convolution_traffic
@@ -20,16 +20,21 @@ def style_in_pairs(*, convolution: bool, takes: bool, gives: bool, gathers: bool
 
     ``gathers``: where it does both, it gathers its input, and does not scatter a sum.
     """
+    if not convolution and gathers and takes and gives:
+        return Column(gather_input=True)
     if convolution:
         return Channels(inputs=takes, gather_output=not gives, gather_input=gathers and takes and gives)
     return Row(scatter_unit=int(gives)) if takes else Column()
 
 
 class ChannelBytes:
-    """Of one step of training."""
+    """Of one step of training; ``gathering``: linear layers that gather what they take, where they take parts."""
 
-    def __init__(self, shadow: Shadow, recording: Recording, world_size: int) -> None:
+    def __init__(
+        self, shadow: Shadow, recording: Recording, world_size: int, gathering: Set[str] = frozenset()
+    ) -> None:
         self.shadow, self.recording, self.world_size = shadow, recording, world_size
+        self._gathering = gathering
         self.elements: Mapping[str, Elements] = elements_in([recording])
         self._untrained, self._rows = untrained_in([recording]), count_rows([recording])
         self._known: dict[tuple[str, bool, bool], int] = {}
@@ -49,7 +54,7 @@ class ChannelBytes:
         if key not in self._known:
             convolution = self.shadow.sizes[name].kind == "convolution"
             if takes or gives or convolution:
-                gathers = convolution and takes and gives and self.gathers(name)
+                gathers = self.gathers(name) if convolution and takes and gives else name in self._gathering
                 style: Style = style_in_pairs(convolution=convolution, takes=takes, gives=gives, gathers=gathers)
             else:
                 style = by_rule(self.shadow.layers[name], "", tied=False).style

@@ -26,6 +26,7 @@ from tpkernels.planning.modules.channel_modules import parts_by_channel
 from tpkernels.planning.proofs.channel_bytes import ChannelBytes
 from tpkernels.planning.proofs.hypotheses import Proof
 from tpkernels.planning.proofs.pair_proofs import prove
+from tpkernels.planning.proofs.pairs_beside import NO_PAIRS, Beside
 from tpkernels.planning.proofs.search_widths import SearchWidths
 from tpkernels.planning.runs.layer_groups import Group, find_groups, joined_groups
 from tpkernels.planning.runs.session import Scope
@@ -41,24 +42,28 @@ class PairChoice:
 
     ``excluded``: layers, and modules with parameters, that are cut with others already, or may not be.
     ``grouped``: convolutions in groups that may be ends of pairs; then only groups with one of them count.
+    ``beside``: layers of pairs that hold; then only streams beside some of them count.
     """
 
     def __init__(
-        self, search: SearchWidths, recording: Recording, world_size: int, excluded: Container[str],
-        grouped: Set[str] = frozenset(),
+        self, search: SearchWidths, recording: Recording, world_size: int, excluded: Set[str],
+        grouped: Set[str] = frozenset(), beside: Beside = NO_PAIRS,
     ) -> None:  # fmt: skip
         self.search, self.recording, self.world_size, self._excluded = search, recording, world_size, excluded
         self.refused: dict[Group, Unproven] = {}
         """Groups that cannot be cut, whichever others are; and why."""
-        self.bytes = ChannelBytes(search.shadow, recording, world_size)
+        self.bytes, self._beside = ChannelBytes(search.shadow, recording, world_size, beside.columns), beside
         self._known: dict[Any, tuple[Group, Scope, Proof] | Unproven] = {}
         self._apart: list[Group] = []
         """Groups that are not proven by themselves."""
         ends = search.shadow.convolutions.keys() | grouped
         found = find_groups(recording, convolutions=ends) if ends else []
-        self.groups = [group for group in found if not grouped or {*group.layers} & grouped]
+        some = grouped or (beside.columns | beside.rows)
+        self.groups = [group for group in found if not some or {*group.layers} & some]
         for group in self.groups:
-            barred = (_why_barred(name, search.shadow, recording, excluded, world_size) for name in group.layers)
+            cut = [name for name in group.layers if beside.may_be_in(group, name)]
+            left = excluded - {*cut}
+            barred = (_why_barred(name, search.shadow, recording, left, world_size) for name in group.layers)
             why = next(filter(None, barred), None)
             if why is not None:
                 self.refused[group] = Unproven(why)
@@ -79,7 +84,7 @@ class PairChoice:
         """Take those that save bytes, one after the other."""
         free = [group for group in self.groups if not any(name in used for name in group.layers)]
         while free := [group for group in free if not any(group in some for some in (self.refused, beside, taken))]:
-            added = {group: self._added(group, taken) for group in free}
+            added = {group: self.added(group, taken) for group in free}
             best = min(added, key=lambda group: (added[group], bool(group.results)))
             if added[best] > 0:
                 beside |= dict.fromkeys(free, Unproven("a pair would send more than its layers do without it"))
@@ -102,10 +107,10 @@ class PairChoice:
             else:
                 beside[best] = Unproven(f"{clash} is in another pair")
 
-    def _added(self, group: Group, taken: Mapping[Group, Proof]) -> int:
+    def added(self, group: Group, taken: Mapping[Group, Proof]) -> int:
         """How many bytes more a rank sends if the group is cut beside those ``taken``."""
-        takes = {name for other in taken for name in other.rows}
-        gives = {name for other in taken for name in other.columns}
+        takes = {*self._beside.rows}.union(*(other.rows for other in taken))
+        gives = {*self._beside.columns}.union(*(other.columns for other in taken))
         return sum(
             self.bytes.sent(n, takes=n in takes or n in group.rows, gives=n in gives or n in group.columns)
             - self.bytes.sent(n, takes=n in takes, gives=n in gives)

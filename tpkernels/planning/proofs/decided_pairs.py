@@ -6,11 +6,12 @@ and what a replay of the whole model blames is chosen no more.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from tpkernels.planning.proofs.convolution_pairs import PairChoice, names_gathering, sent_for_results
 from tpkernels.planning.proofs.hypotheses import Proof
+from tpkernels.planning.proofs.pairs_beside import NO_PAIRS, Beside
 from tpkernels.planning.proofs.replay_checks import half_partial
 from tpkernels.planning.proofs.search_again import SearchAgain
 from tpkernels.planning.proofs.whole_replays import Blamed, WholeReplays
@@ -30,6 +31,8 @@ class DecidedPairs:
     unpaired: dict[Group, Unproven] = field(default_factory=dict)
     replay: Replay | None = None
     """Of the whole model with them; None if there are none."""
+    streaming: set[str] = field(default_factory=set)
+    """Layers of pairs beside which streams are cut: columns that gather what they take, rows that scatter their sum."""
     gathering: set[str] = field(default_factory=set)
     """Convolutions that take and give channels that are cut, and gather the ones."""
     result_bytes: int = 0
@@ -40,8 +43,10 @@ def decide_pairs(
     replays: WholeReplays,
     proven: Mapping[Group, Proof],
     before: Mapping[Group, Proof],
-    barred: Container[str],
+    barred: Set[str],
     grouped: Set[str],
+    beside: Beside = NO_PAIRS,
+    known: Collection[str] = (),
 ) -> DecidedPairs:
     """Choose pairs until a replay of the whole model holds.
 
@@ -50,10 +55,12 @@ def decide_pairs(
         before: pairs that hold.
         barred: layers, and modules with parameters, that are cut already, or may not be.
         grouped: convolutions in groups that may be ends of pairs; then only pairs with one of them count.
+        beside: layers of pairs in ``proven``; then only streams beside some of them count.
+        known: modules that take sums over what is cut already.
     """
     shadow, world_size, firsts = replays.shadow, replays.world_size, replays.observation.firsts
     choices = [
-        (mode, PairChoice(SearchAgain(shadow, one, world_size), one, world_size, barred, grouped))
+        (mode, PairChoice(SearchAgain(shadow, one, world_size), one, world_size, barred, grouped, beside))
         for mode, one in firsts
     ]
     every, number = [choice for _, choice in choices], len(proven) + len(before)
@@ -64,6 +71,8 @@ def decide_pairs(
         try:
             found.replay = replays.run(proven, {**before, **found.pairs})
             guilty = half_partial(found.replay, shadow.modules)
+            if beside is not NO_PAIRS:
+                guilty |= _against_streams(every, found.pairs, found.replay, number, known)
             if not guilty:
                 break
             error = next(iter(guilty.values()))
@@ -72,6 +81,7 @@ def decide_pairs(
         wrong = [group for index, group in enumerate(found.pairs, start=number) if index in guilty] or found.pairs
         for choice in every:
             choice.refused |= dict.fromkeys(wrong, error)
+    found.streaming = {n for group in found.pairs for n in group.layers if n in beside.columns or n in beside.rows}
     found.gathering = names_gathering(every, found.pairs)
     found.result_bytes = sent_for_results(every, found.pairs)
     return found
@@ -86,4 +96,31 @@ def _chosen(replays: WholeReplays, choices: Sequence[tuple[Mode, PairChoice]]) -
         found.pairs |= chosen
         found.unpaired |= refused
     found.unpaired = {group: error for group, error in found.unpaired.items() if group not in found.pairs}
+    return found
+
+
+def _against_streams(
+    choices: Sequence[PairChoice], pairs: Mapping[Group, Proof], replay: Replay, number: int, known: Collection[str]
+) -> dict[int, Unproven]:
+    """Streams that hold and are not taken, by their numbers, of which ``number`` is the first.
+
+    Their norms sum squares over the ranks, which may be more than convolutions save.  Of sums that other code makes, in
+    modules that are not ``known`` to, it is not asked which stream they are of.
+
+    Args:
+        replay: of the whole model with all of them.
+    """
+    numbers = {group: index for index, group in enumerate(pairs, start=number)}
+    if not {*replay.statistics, *replay.maxima} <= {*known}:
+        return dict.fromkeys(numbers.values(), Unproven("code beside its layers takes sums over what it would cut"))
+    found, taken = dict[int, Unproven](), dict[Group, Proof]()
+    for group, index in numbers.items():
+        choice = next(one for one in choices if group in one.groups)
+        norms = [name for name, groups in replay.cut_norms.items() if index in groups]
+        if index in replay.part_draws_in:
+            found[index] = Unproven("random numbers are drawn for parts of a stream, beside pairs that draw their own")
+        elif choice.added(group, taken) + choice.bytes.sent_in_norms(norms) > 0:
+            found[index] = Unproven("with its norms a pair would send more than its layers do without it")
+        else:
+            taken[group] = pairs[group]
     return found

@@ -22,6 +22,7 @@ from tpkernels.planning.proofs.decided_pairs import decide_pairs
 from tpkernels.planning.proofs.hypotheses import Proof
 from tpkernels.planning.proofs.joined_groups import join
 from tpkernels.planning.proofs.own_products import decide_products
+from tpkernels.planning.proofs.pairs_beside import NO_PAIRS, pairs_beside
 from tpkernels.planning.proofs.random_draws import may_drop, random_pairs
 from tpkernels.planning.proofs.replay_checks import drawn_for_whole, half_partial
 from tpkernels.planning.proofs.search_again import SearchAgain
@@ -64,6 +65,8 @@ class Decision:
     """What works on each channel by itself, and takes channels that are cut."""
     gathering: set[str] = field(default_factory=set)
     """Convolutions that take and give channels that are cut, and gather the ones."""
+    streaming: set[str] = field(default_factory=set)
+    """Layers of ``proven`` pairs beside which a stream is cut by channels."""
     cut_results: tuple[tuple[int, int, int], ...] = ()
     """Of what the model returns, what is cut: its number, the dimension, and the size of that in the whole;"""
     result_bytes: int = 0
@@ -178,6 +181,7 @@ class _Decider:
         self._prove_whole()
         if self.pairs:
             self._pair_convolutions(frozenset())
+            self._pair_convolutions(frozenset(), streams=True)
             if left := self.shadow.grouped.keys() - self.decision.by_channel:
                 self._pair_convolutions(left)
             self._multiply_parts()
@@ -421,20 +425,26 @@ class _Decider:
             self.decision.products = found.products
             self.scopes |= {group: group.multiplied[0].rpartition(".")[0] for group in found.products}
 
-    def _pair_convolutions(self, grouped: Set[str]) -> None:
+    def _pair_convolutions(self, grouped: Set[str], *, streams: bool = False) -> None:
         """Cut convolutions in pairs as well, beside what is cut already.
 
-        ``grouped``: those in groups that may be ends of pairs, beside the pairs found without.
+        ``grouped``: those in groups that may be ends of pairs, beside the pairs found without; ``streams``: those that
+        begin and end a stream beside pairs of layers.
         """
         proven, before = self.decision.proven, self.decision.pairs
         barred = {*self.excluded, *self.forced, *self.decision.adapters, *self.ties}
+        beside = pairs_beside(proven, barred, self.shadow.layers) if streams else NO_PAIRS
+        if streams and not beside.columns:
+            return
         barred |= {name for group, proof in proven.items() for name in (*group.layers, *proof.feeders)}
         barred |= {name for group in before for name in group.layers}
         barred |= {name.rpartition(".")[0] for proof in (proven | before).values() for name in proof.slices}
-        found = decide_pairs(self.replays, proven, before, barred, grouped)
+        known = {*self.decision.statistics, *self.decision.maxima}
+        found = decide_pairs(self.replays, proven, before, barred, grouped, beside, known)
         self.decision.unpaired |= found.unpaired
         if found.replay is not None:
             self._take(found.replay, [*proven, *before, *found.pairs])
             self.decision.pairs = before | found.pairs
             self.decision.gathering |= found.gathering
+            self.decision.streaming |= found.streaming
             self.decision.result_bytes += found.result_bytes

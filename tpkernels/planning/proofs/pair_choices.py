@@ -15,7 +15,7 @@ from tpkernels.planning.proofs.decision import Decision
 from tpkernels.planning.proofs.hypotheses import Attributes
 from tpkernels.planning.runs.example_inputs import Observation
 from tpkernels.planning.runs.shadow import Shadow
-from tpkernels.planning.styles import Channels, Row, Sliced, Style
+from tpkernels.planning.styles import Channels, Column, Row, Sliced, Style
 
 __all__ = ["numbers_by_channel", "pair_choices", "refuse_by_hand", "seen_elsewhere"]
 
@@ -28,7 +28,7 @@ def pair_choices(decision: Decision, shadow: Shadow, world_size: int) -> dict[st
     found: dict[str, Chosen] = {}
     taken = {name: group for group in decision.pairs for name in group.rows}
     given = {name: group for group in decision.pairs for name in group.columns}
-    for name in dict.fromkeys([*given, *taken]):
+    for name in (one for one in dict.fromkeys([*given, *taken]) if one not in decision.streaming):
         gathers, grouped = name in decision.gathering, name in shadow.grouped
         convolution = shadow.sizes[name].kind == "convolution"
         style = style_in_pairs(convolution=convolution, takes=name in taken, gives=name in given, gathers=gathers)
@@ -117,6 +117,11 @@ def refuse_by_hand(name: str, style: Style) -> None:
         raise ValueError(
             f'the override of {name!r} asks for a sum that is scattered, which only the data flow can prove: use "row" '
             'or "row_split", or leave it to the plan'
+        )
+    if isinstance(style, Column) and style.gather_input:
+        raise ValueError(
+            f"the override of {name!r} asks for a column that takes parts, which only the data flow can prove: use "
+            '"column" or "column_gather", or leave it to the plan'
         )
     if isinstance(style, Row) and style.segments:
         raise ValueError(

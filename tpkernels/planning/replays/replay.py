@@ -389,6 +389,10 @@ class Replay(ConstantParts):
             self.blame = frozenset([taken.group])
             if split != taken.split(last):
                 raise Unproven.of_input(name, split, last, "features in one piece")
+            if role is not None and role.group != taken.group:  # it ends one group, and begins another
+                self._open = False
+                self._open_groups.discard(taken.group)
+                self._open_pairs.discard(taken.group)
         if role is not None and role.kind == "row":
             shape, answer = tuple(whole_out), None
             self._open = False

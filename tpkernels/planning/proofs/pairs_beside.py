@@ -1,0 +1,72 @@
+"""Pairs of layers beside which a stream goes on in parts: the MLPs of blocks between two convolutions.
+
+It owns which pairs may.  A residual stream that a convolution
+begins and another one ends is a group of these two and of all layers along it, which are in pairs of their own within
+the blocks (:class:`tpkernels.planning.proofs.convolution_pairs.PairChoice`).  Where the stream is cut by channels, the
+first layer of such a pair gathers what it takes, and the last one scatters what it sums: as many bytes as the sums that
+both make otherwise.  The convolutions send less.  Pairs are those of one column and one row: several columns would each
+gather the same, where they share the sum of a gradient otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Set
+from dataclasses import dataclass, replace
+
+from tpkernels.planning.entries.plan_entries import Chosen
+from tpkernels.planning.modules.layers import Layer
+from tpkernels.planning.proofs.hypotheses import Proof
+from tpkernels.planning.runs.layer_groups import Group
+from tpkernels.planning.styles import Column, Row
+
+__all__ = ["NO_PAIRS", "Beside", "beside_streams", "pairs_beside"]
+
+
+@dataclass(frozen=True)
+class Beside:
+    """The layers of pairs beside which a stream may be cut; none if no stream is asked for."""
+
+    columns: Set[str] = frozenset()
+    """They give to the rows, and may gather what they take;"""
+    rows: Set[str] = frozenset()
+    """these may scatter what they sum."""
+
+    def may_be_in(self, group: Group, name: str) -> bool:
+        """Whether one of these layers takes what ``group`` cuts, or is one of those that cut it, and not both."""
+        takes, gives = name in group.rows, name in group.columns
+        return name in (self.columns if takes else self.rows) and takes != gives
+
+
+NO_PAIRS = Beside()
+
+
+def pairs_beside(proven: Mapping[Group, Proof], barred: Container[str], layers: Mapping[str, Layer]) -> Beside:
+    """Of the groups that hold, the pairs whose layers are not ``barred``."""
+    found = [
+        group for group, proof in proven.items()
+        if _is_plain(group, proof) and not any(name in barred or name not in layers for name in group.layers)
+        and layers[group.columns[0]].kind != "embedding"
+    ]  # fmt: skip
+    return Beside(frozenset(one.columns[0] for one in found), frozenset(one.rows[0] for one in found))
+
+
+def _is_plain(group: Group, proof: Proof) -> bool:
+    """Whether it is of one column and one row, cut by features in one piece, and nothing else gives to it."""
+    more = (group.given, group.scattered, group.results, group.gathered, group.summed_arguments)
+    asks = (proof.heads, proof.pieces, proof.copies, proof.feeders, proof.arguments, proof.states)
+    pair = len(group.columns) == len(group.rows) == 1
+    return pair and not any((*more, *asks)) and len(proof.segments[group.columns[0]]) == 1
+
+
+def beside_streams(streaming: Set[str], chosen: Mapping[str, Chosen]) -> dict[str, Chosen]:
+    """The styles of layers of pairs beside which streams are cut, made of those of the pairs by themselves."""
+    found = {}
+    for name in sorted(streaming):
+        style, said = chosen[name].style, chosen[name].reason
+        assert isinstance(style, Column | Row)
+        if isinstance(style, Column):
+            style, what = replace(style, gather_input=True), "gathers what it takes of a stream that is cut by channels"
+        else:
+            style, what = replace(style, scatter_unit=1), "scatters the sum to a stream that is cut by channels"
+        found[name] = replace(chosen[name], style=style, reason=f"{said}; {what}")
+    return found
