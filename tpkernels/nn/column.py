@@ -188,6 +188,8 @@ class ColumnParallelLinear(ParallelLinear):
         own = sizes[mesh.get_local_rank()]
         if shard_sizes is not None or x.shape[-1] != own:
             self._check_input(x, own, "with gather_input it takes this rank's part of them", shard_sizes)
+        if x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))  # sent as the product takes it
         x = all_gather(x, mesh, dim=-1, shard_sizes=sizes, implementation=self.implementation)
         return self.of_places(activation_forward(self.activation, F.linear(x, *self.parts()[0])))
 

@@ -7,11 +7,12 @@ and what a replay of the whole model blames is chosen no more.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 
 from tpkernels.planning.proofs.convolution_pairs import PairChoice, names_gathering, sent_for_results
 from tpkernels.planning.proofs.hypotheses import Proof
-from tpkernels.planning.proofs.pairs_beside import NO_PAIRS, Beside
+from tpkernels.planning.proofs.pairs_beside import NO_PAIRS, Beside, channels_read
 from tpkernels.planning.proofs.replay_checks import half_partial
 from tpkernels.planning.proofs.search_again import SearchAgain
 from tpkernels.planning.proofs.whole_replays import Blamed, WholeReplays
@@ -81,6 +82,8 @@ def decide_pairs(
         wrong = [group for index, group in enumerate(found.pairs, start=number) if index in guilty] or found.pairs
         for choice in every:
             choice.refused |= dict.fromkeys(wrong, error)
+    if beside is not NO_PAIRS:
+        _tell_widths(replays, proven, before, found, number)
     found.streaming = {n for group in found.pairs for n in group.layers if n in beside.columns or n in beside.rows}
     found.gathering = names_gathering(every, found.pairs)
     found.result_bytes = sent_for_results(every, found.pairs)
@@ -124,3 +127,22 @@ def _against_streams(
         else:
             taken[group] = pairs[group]
     return found
+
+
+def _tell_widths(
+    replays: WholeReplays,
+    proven: Mapping[Group, Proof],
+    before: Mapping[Group, Proof],
+    found: DecidedPairs,
+    number: int,
+) -> None:
+    """Let code around convolutions read how many channels a rank has, where that holds: under the name that torch has
+    for it, as a cache of what is padded reads it in calls that no example makes (VibeVoice's)."""
+    assert found.replay is not None
+    told = {}
+    for index, (group, proof) in enumerate(found.pairs.items(), start=number):
+        between = (name for name, groups in found.replay.cut_channels.items() if index in groups)
+        widths = channels_read(replays.shadow.modules, [*group.rows, *between], replays.world_size)
+        told[group] = replace(proof, attributes={**widths, **proof.attributes})
+    with suppress(Blamed):
+        found.replay, found.pairs = replays.run(proven, {**before, **told}), told

@@ -1,25 +1,29 @@
 """Pairs of layers beside which a stream goes on in parts: the MLPs of blocks between two convolutions.
 
-It owns which pairs may.  A residual stream that a convolution
-begins and another one ends is a group of these two and of all layers along it, which are in pairs of their own within
-the blocks (:class:`tpkernels.planning.proofs.convolution_pairs.PairChoice`).  Where the stream is cut by channels, the
-first layer of such a pair gathers what it takes, and the last one scatters what it sums: as many bytes as the sums that
-both make otherwise.  The convolutions send less.  Pairs are those of one column and one row: several columns would each
-gather the same, where they share the sum of a gradient otherwise.
+It owns which pairs may, and what becomes of them.  A residual stream that a convolution begins and another one ends is
+a group of these two and of all layers along it, which are in pairs of their own within the blocks
+(:class:`tpkernels.planning.proofs.convolution_pairs.PairChoice`).  Where the stream is cut by channels, the first layer
+of such a pair gathers what it takes, and the last one scatters what it sums: as many bytes as the sums that both make
+otherwise.  The convolutions send less.  Pairs are those of one column and one row: several columns would each gather
+the same, where they share the sum of a gradient otherwise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Set
+from collections.abc import Container, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
+
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 from tpkernels.planning.entries.plan_entries import Chosen
 from tpkernels.planning.modules.layers import Layer
-from tpkernels.planning.proofs.hypotheses import Proof
+from tpkernels.planning.proofs.hypotheses import Attributes, Proof
 from tpkernels.planning.runs.layer_groups import Group
+from tpkernels.planning.splits import share
 from tpkernels.planning.styles import Column, Row
 
-__all__ = ["NO_PAIRS", "Beside", "beside_streams", "pairs_beside"]
+__all__ = ["NO_PAIRS", "Beside", "beside_streams", "channels_read", "pairs_beside"]
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,17 @@ def _is_plain(group: Group, proof: Proof) -> bool:
     asks = (proof.heads, proof.pieces, proof.copies, proof.feeders, proof.arguments, proof.states)
     pair = len(group.columns) == len(group.rows) == 1
     return pair and not any((*more, *asks)) and len(proof.segments[group.columns[0]]) == 1
+
+
+def channels_read(modules: Mapping[str, nn.Module], names: Iterable[str], world_size: int) -> Attributes:
+    """Of modules around convolutions that take parts: how many channels these take on each rank, where they keep it."""
+    found = {}
+    for name in names:
+        around, taken = name.rpartition(".")[0], getattr(modules[name], "in_channels", None)
+        own = vars(modules[around]).get("in_channels")
+        if isinstance(modules[name], _ConvNd) and type(own) is int and own == taken:
+            found[around, "in_channels"] = share(own, world_size)
+    return found
 
 
 def beside_streams(streaming: Set[str], chosen: Mapping[str, Chosen]) -> dict[str, Chosen]:
