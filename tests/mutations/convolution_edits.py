@@ -27,6 +27,10 @@ NARROW_CUT, NARROW_VALUES = f"{NARROW} -k weighs_all_others", f"{NARROW} -k 'val
 FOCAL = "tests/planning/test_modulation.py"
 FOCAL_CUT = f"{FOCAL} -k reads_its_width"
 
+BESIDE = "tests/planning/test_streams_beside.py"
+STREAM_CUT, STREAM_WHOLE = f"{BESIDE} -k begin_and_end", f"{BESIDE} -k stays_whole"
+STREAM_CACHE, COLUMN_ALONE = f"{BESIDE} -k a_cache", f"{BESIDE} -k 'gathers_the and 2'"
+
 CONVOLUTIONS = (
     Edit(
         "planning/proofs/pair_choices.py",
@@ -51,6 +55,21 @@ CONVOLUTIONS = (
         "copied_places(len(self.layers), self.copied, self.behind).index(False)",
         "0",
         f"{FOCAL} -k 'values and 2'",
+    ),
+    Edit("planning/proofs/decided_pairs.py", "if index in replay.part_draws_in}", "if index is None}", STREAM_WHOLE),
+    Edit("planning/proofs/decided_pairs.py", "<= {*known}:", "<= {*replay.statistics}:", STREAM_WHOLE),
+    Edit("planning/proofs/decided_pairs.py", "{**widths, **proof.attributes}", "proof.attributes", STREAM_CUT),
+    Edit("planning/proofs/decided_pairs.py", "with suppress(Blamed):", "if True:", STREAM_CUT),
+    Edit("planning/proofs/pairs_beside.py", "replace(style, gather_input=True)", "style", STREAM_CUT),
+    Edit("planning/proofs/pairs_beside.py", "group.columns[0] not in sharing", "True", STREAM_WHOLE),
+    Edit("planning/replays/replay.py", "if role is not None and role.group != taken.group:", "if False:", STREAM_CUT),
+    Edit("sharding/followed_calls.py", "self._check_row(module, -1, *args, **kwargs)", "del kwargs", STREAM_CACHE),
+    Edit("nn/column.py", "shard_sizes=sizes, impl", "shard_sizes=sizes, replicated_grad=True, impl", COLUMN_ALONE),
+    Edit(
+        "verification/part_places.py",
+        "isinstance(style, Column) and style.gather_input:",
+        "False:",
+        f"{BESIDE} -k verification",
     ),
     Edit("nn/paired_convolution.py", "[_shared(*one) if whole else one for", "[one for", NARROW_VALUES),
     Edit(

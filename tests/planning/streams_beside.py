@@ -50,8 +50,9 @@ class Block(nn.Module):
     """``how``: what it does beside its MLP.
 
     "dropped": what a block adds is dropped for whole samples, "noise": for single numbers; "noise within": numbers
-    between the layers of the MLP are.  "softmax" needs all channels at once, "mean" adds their mean, and "gated" has an
-    MLP of two columns.  "bare" has no norms, and "scaled" divides by how many channels there are.
+    between the layers of the MLP are.  "softmax" needs all channels at once, "mean" adds their mean.  "gated" has one
+    of two columns, "packed" one whose column gives two halves, and "parallel" has two that read the same tensor.
+    "bare" has no norms, and "scaled" divides by how many channels there are.
     """
 
     def __init__(self, channels: int, how: str) -> None:
@@ -63,14 +64,22 @@ class Block(nn.Module):
         self.scale = nn.Parameter(torch.linspace(-1, 1, channels))
         self.up, self.down = nn.Linear(channels, 2 * channels), nn.Linear(2 * channels, channels)
         self.gate = nn.Linear(channels, 2 * channels) if how == "gated" else None
+        if how == "packed":
+            self.up = nn.Linear(channels, 4 * channels)
+        if how == "parallel":
+            self.beside = nn.Sequential(nn.Linear(channels, channels), nn.Tanh(), nn.Linear(channels, channels))
 
     def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
         x = x + self.mixer(self.first(x.transpose(1, 2)).transpose(1, 2), cache) * self.scale.unsqueeze(-1)
         y = self.second(x.transpose(1, 2))
         inner = torch.tanh(self.up(y)) if self.gate is None else torch.tanh(self.up(y)) * self.gate(y)
+        if self.how == "packed":
+            first, second = inner.chunk(2, -1)
+            inner = first * second
         if self.how == "noise within":
             inner = nn.functional.dropout(inner, 0.5, self.training)
-        y = self.down(inner).transpose(1, 2)
+        y = self.down(inner) + (self.beside(y) if self.how == "parallel" else 0)
+        y = y.transpose(1, 2)
         if self.how == "noise":
             y = nn.functional.dropout(y, 0.5, self.training)
         if self.how == "dropped" and self.training:

@@ -25,7 +25,7 @@ def find_shared(recordings: Sequence[Recording], styles: Mapping[str, Style]) ->
     for name in dict.fromkeys(name for recording in recordings for name in recording.layer_reads):
         style = styles.get(name)
         reads = [tuple(recording.layer_reads.get(name, ())) for recording in recordings]
-        if isinstance(style, Column) and (style.gather_input or not style.sum_input_gradient):
+        if isinstance(style, Column) and not style.sum_input_gradient:
             continue
         if not isinstance(style, Column | CopiedHeads) or any(node < 0 for some in reads for _, node in some):
             continue

@@ -73,7 +73,7 @@ def decide_pairs(
             found.replay = replays.run(proven, {**before, **found.pairs})
             guilty = half_partial(found.replay, shadow.modules)
             if beside is not NO_PAIRS:
-                guilty |= _against_streams(every, found.pairs, found.replay, number, known)
+                guilty |= _against_streams(found.pairs, found.replay, number, known)
             if not guilty:
                 break
             error = next(iter(guilty.values()))
@@ -103,30 +103,21 @@ def _chosen(replays: WholeReplays, choices: Sequence[tuple[Mode, PairChoice]]) -
 
 
 def _against_streams(
-    choices: Sequence[PairChoice], pairs: Mapping[Group, Proof], replay: Replay, number: int, known: Collection[str]
+    pairs: Collection[Group], replay: Replay, number: int, known: Collection[str]
 ) -> dict[int, Unproven]:
     """Streams that hold and are not taken, by their numbers, of which ``number`` is the first.
 
-    Their norms sum squares over the ranks, which may be more than convolutions save.  Of sums that other code makes, in
-    modules that are not ``known`` to, it is not asked which stream they are of.
+    Of sums that code beside the layers makes, in modules that are not ``known`` to, it is not asked which stream they
+    are of.
 
     Args:
         replay: of the whole model with all of them.
     """
-    numbers = {group: index for index, group in enumerate(pairs, start=number)}
+    numbers = range(number, number + len(pairs))
     if not {*replay.statistics, *replay.maxima} <= {*known}:
-        return dict.fromkeys(numbers.values(), Unproven("code beside its layers takes sums over what it would cut"))
-    found, taken = dict[int, Unproven](), dict[Group, Proof]()
-    for group, index in numbers.items():
-        choice = next(one for one in choices if group in one.groups)
-        norms = [name for name, groups in replay.cut_norms.items() if index in groups]
-        if index in replay.part_draws_in:
-            found[index] = Unproven("random numbers are drawn for parts of a stream, beside pairs that draw their own")
-        elif choice.added(group, taken) + choice.bytes.sent_in_norms(norms) > 0:
-            found[index] = Unproven("with its norms a pair would send more than its layers do without it")
-        else:
-            taken[group] = pairs[group]
-    return found
+        return dict.fromkeys(numbers, Unproven("code beside its layers takes sums over what it would cut"))
+    drawn = Unproven("random numbers are drawn for parts of a stream, beside pairs that draw their own")
+    return {index: drawn for index in numbers if index in replay.part_draws_in}
 
 
 def _tell_widths(

@@ -433,7 +433,7 @@ class _Decider:
         """
         proven, before = self.decision.proven, self.decision.pairs
         barred = {*self.excluded, *self.forced, *self.decision.adapters, *self.ties}
-        beside = pairs_beside(proven, barred, self.shadow.layers) if streams else NO_PAIRS
+        beside = pairs_beside(proven, barred, self.shadow.layers, self.observation.firsts) if streams else NO_PAIRS
         if streams and not beside.columns:
             return
         barred |= {name for group, proof in proven.items() for name in (*group.layers, *proof.feeders)}

@@ -4,13 +4,14 @@ It owns which pairs may, and what becomes of them.  A residual stream that a con
 a group of these two and of all layers along it, which are in pairs of their own within the blocks
 (:class:`tpkernels.planning.proofs.convolution_pairs.PairChoice`).  Where the stream is cut by channels, the first layer
 of such a pair gathers what it takes, and the last one scatters what it sums: as many bytes as the sums that both make
-otherwise.  The convolutions send less.  Pairs are those of one column and one row: several columns would each gather
-the same, where they share the sum of a gradient otherwise.
+otherwise.  The convolutions send less.  Pairs are those of one column and one row, and no other layer
+reads what the column does: each of several would gather the same, where they share the sum of a gradient otherwise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Set
+from collections import Counter
+from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -20,6 +21,8 @@ from tpkernels.planning.entries.plan_entries import Chosen
 from tpkernels.planning.modules.layers import Layer
 from tpkernels.planning.proofs.hypotheses import Attributes, Proof
 from tpkernels.planning.runs.layer_groups import Group
+from tpkernels.planning.runs.shadow import Mode
+from tpkernels.planning.runs.trace import Recording
 from tpkernels.planning.splits import share
 from tpkernels.planning.styles import Column, Row
 
@@ -44,12 +47,19 @@ class Beside:
 NO_PAIRS = Beside()
 
 
-def pairs_beside(proven: Mapping[Group, Proof], barred: Container[str], layers: Mapping[str, Layer]) -> Beside:
-    """Of the groups that hold, the pairs whose layers are not ``barred``."""
+def pairs_beside(
+    proven: Mapping[Group, Proof], barred: Container[str], layers: Mapping[str, Layer],
+    firsts: Sequence[tuple[Mode, Recording]],
+) -> Beside:  # fmt: skip
+    """Of the groups that hold, the pairs whose layers are not ``barred``, and whose columns alone read what they do."""
+    sharing = set[str]()
+    for _, recording in firsts:
+        times = Counter(read for reads in recording.layer_reads.values() for read in {*reads})
+        sharing |= {name for name, reads in recording.layer_reads.items() if any(times[read] > 1 for read in reads)}
     found = [
         group for group, proof in proven.items()
         if _is_plain(group, proof) and not any(name in barred or name not in layers for name in group.layers)
-        and layers[group.columns[0]].kind != "embedding"
+        and layers[group.columns[0]].kind != "embedding" and group.columns[0] not in sharing
     ]  # fmt: skip
     return Beside(frozenset(one.columns[0] for one in found), frozenset(one.rows[0] for one in found))
 
