@@ -21,6 +21,10 @@ KEYS = "tests/planning/test_convolved_keys.py"
 MEETING, COUNTED = f"{KEYS} -k channels_meet", f"{KEYS} -k 'channels_meet and counted'"
 KEYS_VALUES = f"{KEYS} -k 'unsharded_model and 2'"
 
+NORMED = "tests/planning/test_normed_pairs.py"
+NORMED_CUT, NORMED_WHOLE = f"{NORMED} -k 'makes_is_cut or of_a_rank'", f"{NORMED} -k otherwise"
+NORMED_VALUES, NORMED_COUNTED = f"{NORMED} -k 'values and 2'", f"{NORMED} -k counted"
+
 NARROW = "tests/planning/test_narrow_segments.py"
 NARROW_CUT, NARROW_VALUES = f"{NARROW} -k weighs_all_others", f"{NARROW} -k 'values and 2'"
 
@@ -71,9 +75,9 @@ CONVOLUTIONS = (
         "False:",
         f"{BESIDE} -k verification",
     ),
-    Edit("nn/paired_convolution.py", "[_shared(*one) if whole else one for", "[one for", NARROW_VALUES),
+    Edit("nn/channel_parts.py", "copy_to_group(one, mesh) if copied", "one if copied", NARROW_VALUES),
     Edit(
-        "nn/paired_convolution.py",
+        "nn/channel_parts.py",
         "replicate_parameter(parameter, mesh, requires_grad=wanted) if places",
         "replicate_parameter(parameter * 2, mesh, requires_grad=wanted) if places",
         NARROW_VALUES,
@@ -158,13 +162,20 @@ CONVOLUTIONS = (
     Edit("planning/replays/roles.py", "replace(column, taken=row)", "column", CUT),
     Edit("planning/entries/convolution_entries.py", "1 + wanted", "2", SCATTERS),
     Edit("nn/paired_convolution.py", "0 if outputs else None", "None if outputs else None", SCATTERS),
-    Edit(
-        "nn/paired_convolution.py", '{"weight": 1 - channel_dims(module)["weight"]})', "channel_dims(module))", VALUES
-    ),
+    Edit("nn/paired_convolution.py", '{"weight": cast(int, dims["weight"])}', '{"weight": 0}', VALUES),
     Edit("nn/paired_convolution.py", "told(b, 0, (b.shape[0],), 0, 0)", "del told", VALUES),
-    Edit("nn/paired_convolution.py", "copy_fresh(self, fresh, mesh_of(weight))", "del fresh", VALUES),
+    Edit("nn/paired_convolution.py", "copy_fresh(self, fresh, mesh)", "del fresh", VALUES),
     Edit("planning/entries/plan_entries.py", 'and style.taken and name == "bias"', "and False", CUT),
-    Edit("planning/proofs/pair_proofs.py", "() if name in inner else _cuts_of", "_cuts_of", WHOLE),
+    Edit("planning/proofs/pair_proofs.py", "packed & inner and", "False and", NORMED_CUT),
+    Edit("planning/proofs/convolution_pairs.py", "self._apart.append(best)", "pass", NORMED_CUT),
+    Edit("planning/proofs/convolution_pairs.py", "name in packed or sent.gathers", "sent.gathers", NORMED_CUT),
+    Edit("planning/replays/replay.py", "self._own_numbers |= {id", "{id", NORMED_WHOLE),
+    Edit("planning/replays/replay.py", "if own and (tensors[0].is_floating_point() or", "if own and (", NORMED_WHOLE),
+    Edit("planning/modules/channel_modules.py", "normed and weight_norm_of", "weight_norm_of", NORMED_WHOLE),
+    Edit("planning/entries/convolution_entries.py", "inputs=takes", "inputs=False", NORMED_COUNTED),
+    Edit("nn/normed_weight.py", "return packed_parameters(self)", "return {}", NORMED_VALUES),
+    Edit("nn/paired_convolution.py", "is _gather_and_give_parts\n", "is None\n", NORMED_VALUES),
+    Edit("planning/proofs/channel_bytes.py", 'f"{name}.{NORMED}") if one', '"") if one', NORMED_CUT),
     Edit("planning/splits.py", "error.taken = name, split.segments", "pass", CUT),
     Edit("sharding/followed_calls.py", "sizes=segments_taken(module)", "sizes=()", VALUES),
     Edit("nn/paired_convolution.py", "dim=channels, shard_sizes=chunk", "dim=0, shard_sizes=chunk", VALUES),
@@ -176,8 +187,8 @@ CONVOLUTIONS = (
     ),
     Edit("sharding/same_bits.py", "isinstance(style, Channels) and style.paired:", "False:", f"{PAIRS} -k same_bits"),
     Edit("planning/replays/rules.py", "if split.dim >= call.rank_of() - dims:", "if False:", f"{PAIRS} -k space"),
-    Edit("nn/paired_convolution.py", "torch.cat(biases) if biases else None", "None", VALUES),
-    Edit("nn/paired_convolution.py", "fresh_like(self, weight, bias=", "fresh_like(self, weight, bias=not ", VALUES),
+    Edit("nn/paired_convolution.py", 'else joined(self, "bias")', "else None", VALUES),
+    Edit("nn/paired_convolution.py", "fresh_like(self, held, bias=", "fresh_like(self, held, bias=not ", VALUES),
     Edit("planning/replays/gate_rules.py", "if values != gates:", "if False:", WHOLE),
     Edit("planning/replays/gate_rules.py", "if dim != split.dim:", "if dim < 0:", CUT),
     Edit("planning/proofs/pair_proofs.py", "if error.met is None or len(error.met.segments) > 1", "if True", CUT),

@@ -324,7 +324,7 @@ PLANNER = (
         f"{CONVOLUTION} -k says",
     ),
     Edit("nn/normed_weight.py", "all_reduce(squares, mesh)", "squares", f"{CONVOLUTION} -k gradients"),
-    Edit("nn/normed_weight.py", "copy_to_group(g_r, mesh)", "g_r", f"{CONVOLUTION} -k gradients"),
+    Edit("nn/normed_weight.py", "copy_to_group(g, mesh)", "g", f"{CONVOLUTION} -k gradients"),
     Edit("planning/modules/experts_trial.py", "if layout.behind:", "if False:", f"{EXPERTS} -k norm_behind"),
     Edit("planning/entries/experts_entries.py", "slots if style.behind else tokens)", "tokens)", f"{EXPERTS} -k alike"),
     Edit(

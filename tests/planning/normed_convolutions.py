@@ -105,7 +105,8 @@ class Read(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         second: Any = self.second
         y: Tensor = second(self.first(x).relu())
-        return y * (second.weight if self.what == "weight" else second.parametrizations.weight.original1).mean()
+        read: Tensor = second.weight if self.what == "weight" else second.parametrizations.weight.original1
+        return y * read.mean()
 
 
 def hooked() -> nn.Module:

@@ -52,7 +52,7 @@ class Dense(nn.Module):
 
 
 class GatedStream(nn.Module):
-    """What goes into the stream is made of halves, which nobody can scatter in one piece."""
+    """What goes into the stream is made of halves, which nobody can scatter in one piece: all are gathered before."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -386,7 +386,7 @@ CUT: dict[str, Callable[[], nn.Module]] = {
     "conformer": conformer, "layer norm": lambda: nn.Sequential(nn.Flatten(2), Conformer(6, nn.LayerNorm(6))),
     "halves of both": lambda: OtherGates(nn.ReLU()),
     "frozen": lambda: nn.Sequential(conv(3, 7), Frozen(7), nn.ReLU(), conv(7, 4)),
-    "snake": snake, "in three": Taken,
+    "snake": snake, "in three": Taken, "gated stream": GatedStream,
     "own code": Streaming, "own code of halves": lambda: Streaming(halves=True),
     "slope": lambda: nn.Sequential(conv(3, 7), nn.PReLU(), conv(7, 4)),
     "gated rows": lambda: nn.Sequential(conv(3, 7), nn.GLU(2), conv(7, 4)),
@@ -406,7 +406,6 @@ WHOLE: dict[str, Callable[[], nn.Module]] = {
     "turned": lambda: nn.Sequential(conv(3, 8), Turned(pool=False), conv(8, 4)),
     "halves of groups": lambda: nn.Sequential(conv(3, 9), nn.GroupNorm(3, 9), nn.ReLU(), conv(9, 4)),
     "called twice": CalledTwice,
-    "gated stream": GatedStream,
     "another order of gates": lambda: OtherGates(nn.BatchNorm2d(12)),
     "halves of halves": lambda: nn.Sequential(conv(3, 12), nn.GLU(1), nn.GLU(1), conv(3, 4)),
     "literal sizes": lambda: Taken(5, 5, 5),

@@ -52,6 +52,7 @@ def test_segments_and_numbers_of_a_wavenet_are_those_of_a_rank() -> None:
     assert plan.attributes == {"width": (6, (2, 2, 2))}
     for name in ("ins.0", "outs.0"):
         assert plan[name].style == Channels(gather_output=False, inputs=True, gather_input=True, segments=(6, 6))
+    assert plan["outs.2"].style == Channels(gather_output=False, inputs=True, gather_input=True), "sums no squares"
     assert "gathers what first, 0, 1, 2 cut, by channels of each segment, and gives channels" in plan["ins.0"].reason
     g, v = plan["ins.0.parametrizations.weight"].parameters
     assert g.local_shapes == ((4, 1, 1),) * 3 and v.local_shapes == ((4, 6, 5),) * 3, "two of each half, of all inputs"

@@ -24,16 +24,16 @@ Between them stands what works on each channel by itself, on this rank's (:mod:`
 It assumes that x is equal on all ranks, and that a plan has proven what stands between.  A convolution is cut in place:
 it stays an instance of its class; its parameters are DTensors of their original shapes, and a bias that is added to
 whole sums is whole.  A first one of several *segments* (the halves of a gated linear unit) gives this rank's part of
-each, one after the other, and has a module for each, ``part0``, ``part1``, ..., as packed linear layers have
-(:mod:`tpkernels.nn.packed`).  Segments may be *copied*: every rank computes all of their channels, such as the one that
+each, one after the other, and has a module for each (:mod:`tpkernels.nn.channel_parts`); so does one that gathers what
+it takes.  Segments may be *copied*: every rank computes all of their channels, such as the one that
 weighs all others, and has a share of their gradient, which is summed.  One that takes parts of several runs of channels
 (a concatenation of what is cut) has modules for the runs of its weight; but one that gathers them puts the channels in
 their order, and has one weight.
 
 Code of a subclass around ``super().forward`` goes on, and meets a rank's channels: who plans has to see to that.  It
-refuses groups of channels that ranks would cut, weight norms, fewer channels than would give each rank one, and groups
-that give the same bits at every degree (``same_bits``): the bits of a convolution may depend on the number of its
-channels.
+refuses groups of channels that ranks would cut, fewer channels than would give each rank one, and groups that give the
+same bits at every degree (``same_bits``): the bits of a convolution may depend on the number of its channels.  A weight
+that torch's weight norm makes is cut, too (:mod:`tpkernels.nn.normed_weight`); that of one in groups is refused.
 """
 
 from __future__ import annotations

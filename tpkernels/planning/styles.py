@@ -153,8 +153,9 @@ class Channels:
     summed.  One that is the second of a pair and the first of another does both: ranks scatter the sum, or, with
     ``gather_input``, gather what they take, and each computes its output channels of it.  With ``segments`` (the two
     halves of what a gated linear unit takes) the first one gives this rank's part of each; but all of the last
-    ``copied`` ones, which have ``behind`` others behind them, as a :class:`Column` does.  The second one takes this
-    rank's part of each segment ``taken``, where code concatenates what is cut.
+    ``copied`` ones, which have ``behind`` others behind them, as a :class:`Column` does.  So does one that does both,
+    if it gathers.  The second one takes this rank's part of each segment ``taken``, where code concatenates what is
+    cut.
     """
 
     gather_output: bool = True
@@ -171,7 +172,10 @@ class Channels:
         if self.taken and not self.inputs:
             raise ValueError("segments are taken by a convolution that takes this rank's channels: inputs=True")
         if self.segments and ((self.inputs and not self.gather_input) or self.gather_output):
-            raise ValueError("segments are of a convolution that takes whole tensors and gives this rank's channels")
+            raise ValueError(
+                "segments are of a convolution that takes whole tensors and gives this rank's channels, "
+                "or gathers what it takes"
+            )
         if self.copied or self.behind:
             copied_places(len(self.segments), self.copied, self.behind)
 
