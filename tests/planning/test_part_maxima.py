@@ -91,7 +91,7 @@ def test_the_largest_element_of_all_heads_is_of_all_ranks() -> None:
     assert plan.maxima == ("fused",)
     assert plan.statistic_bytes == 2 * 2 * 4  # two numbers in fp32, forward and backward
     assert plan.wire_bytes == plan.statistic_bytes + sum(entry.wire_bytes or 0 for entry in plan.entries)
-    assert "largest elements over all ranks: in fused, which sends 16 B" in str(plan)
+    assert "largest and smallest elements over all ranks: in fused, which sends 16 B" in str(plan)
     assert tpk.make_plan(Model().double(), 2, example_inputs=X).statistic_bytes == 2 * plan.statistic_bytes
     assert tpk.ShardingPlan.from_json(plan.to_json()) == plan
     with pytest.raises(ValueError, match="no module 'other'"):

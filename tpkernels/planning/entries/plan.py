@@ -164,7 +164,7 @@ class ShardingPlan:
     statistics: Mapping[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
     """Modules whose code takes sums, means or spreads over features that are cut: how many, and on each rank."""
     maxima: tuple[str, ...] = ()
-    """Modules whose code takes the largest element of tensors that are cut."""
+    """Modules whose code takes the largest or smallest element of tensors that are cut."""
     statistic_bytes: int = 0
     """Sent by one rank for both in a forward and a backward pass over the example."""
     draws_from: tuple[str, ...] = ()

@@ -169,7 +169,7 @@ def _totals(plan: ShardingPlan) -> list[str]:
     if plan.maxima:
         names = [name for name, _ in _pairs([(name, name) for name in plan.maxima])]
         sent = "" if plan.statistics else f", which sends {_bytes(plan.statistic_bytes)}"  # else it is said of both
-        lines.append(f"largest elements over all ranks: in {', '.join(names)}{sent}")
+        lines.append(f"largest and smallest elements over all ranks: in {', '.join(names)}{sent}")
     if plan.cut_results:
         lines.append(f"{len(plan.cut_results)} of the results are gathered, which sends {_bytes(plan.result_bytes)}")
     if plan.draws_from:

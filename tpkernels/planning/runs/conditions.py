@@ -149,5 +149,6 @@ def passed_in(runs: Sequence[Recording]) -> dict[str, frozenset[int]]:
 
 def paths_after(path: Path, rests: Iterable[Rest]) -> list[Path]:
     """Paths that branch off where a run along ``path`` asked for more than it answers."""
-    longest = max((rest.answered for rest in rests), default=0)
+    on_it = (rest.answered for rest in rests if tuple(rest.given[: len(path)]) == path[: rest.answered])
+    longest = max(on_it, default=0)  # of those that raise on it, which go another way, others show what they do
     return [(*path, *(True,) * more, False) for more in range(longest - len(path))]

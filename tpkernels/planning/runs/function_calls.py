@@ -51,6 +51,8 @@ class MaximumCall(NamedTuple):
     result: Any
     dtype: torch.dtype
     smallest: bool
+    trained: bool
+    """Whether it may have a gradient: the code has not detached what it is of."""
 
 
 class ProductCall(NamedTuple):

@@ -105,8 +105,8 @@ def bytes_of_statistics(
                 one[call.module] = one.get(call.module, 0) + sent
         for largest in recording.maxima.values():
             if largest.module in maxima:
-                item = 8 if largest.dtype == torch.float64 else 4
-                one[largest.module] = one.get(largest.module, 0) + 2 * 2 * item * (world_size - 1)
+                ways, item = 2 if largest.trained else 1, 8 if largest.dtype == torch.float64 else 4
+                one[largest.module] = one.get(largest.module, 0) + ways * 2 * item * (world_size - 1)
         found |= one
     return sum(found.values())
 

@@ -278,8 +278,9 @@ class Recording(Graph):
         start, nodes, source, y = len(self.events), len(self.nodes), self.source(taken.x), run()
         if self.quiet is None:
             where = self.innermost, len(self.events), source, self.source(y)
-            self.maxima[start] = MaximumCall(*where, y.dtype, taken.smallest)
-            if taken.x in self.detached:  # a range that is noted
+            trained = taken.x not in self.detached
+            self.maxima[start] = MaximumCall(*where, y.dtype, taken.smallest, trained)
+            if not trained:  # a range that is noted
                 for node in self.nodes[nodes:]:
                     node.severed = True
         return y
