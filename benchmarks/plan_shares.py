@@ -7,10 +7,10 @@ where those show more, with example inputs.  What a plan says of a parameter cou
 default configuration, which is built on the meta device (benchmarks/default_sizes.py): convolutions and tables of a
 small model are larger than they are in a real one.  A row without such sizes says so, and is counted apart.  Models
 without ``forward``, and those of which no call runs, do not count.  The body is all but output heads, tables, and
-modules that no code calls (benchmarks/never_called.py).  Tables are ``nn.Embedding``, and parameters whose rows are
-looked up and added, which a run tells (benchmarks/looked_up.py).  "In pairs" are columns and rows, linear layers or
-convolutions, that the data flow proves, what stands between them, heads and experts: one sum serves a pair, where a
-layer by itself is gathered.
+modules that no code calls (benchmarks/never_called.py).  Tables are ``nn.Embedding``, modules of another class that
+look up their rows as it does, and parameters whose rows are looked up and added, which a run tells
+(benchmarks/looked_up.py).  "In pairs" are columns and rows, linear layers or convolutions, that the data flow proves,
+what stands between them, heads and experts: one sum serves a pair, where a layer by itself is gathered.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from tests.models.architectures.inputs import calls
 from tests.models.architectures.reference import CannotBuild, build, computing
 from tpkernels.measure import report
 from tpkernels.planning.entries.plan import NO_DATA_FLOW, Entry
+from tpkernels.planning.modules.layers import layer_of
 from tpkernels.planning.styles import Channels, Column, Features, Replicate, Row, Vocabulary
 
 COMMON = (
@@ -65,6 +66,11 @@ def in_pairs(entry: Entry) -> bool:
     if isinstance(style, Column | Features):
         return not style.gather_output
     return not (isinstance(style, Row) and style.split_input)
+
+
+def is_table(module: nn.Module) -> bool:
+    """torch's, or one of a class of its own that looks up its rows as torch's does (I-BERT)."""
+    return isinstance(module, nn.Embedding) or getattr(layer_of(module), "kind", "") == "embedding"
 
 
 def declared_heads(model: nn.Module) -> Iterator[nn.Module]:
@@ -102,7 +108,7 @@ def shares(
     rest: Counter[str] = Counter()
     for entry in plan.entries:
         module = model.get_submodule(entry.path)
-        if isinstance(module, nn.Embedding) or id(module) in heads:
+        if is_table(module) or id(module) in heads:
             continue
         for part in entry.parameters:
             full = f"{entry.path}.{part.name}" if entry.path else part.name

@@ -3,6 +3,7 @@ each head: plans, and values and gradients in fp64."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import warnings
 
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import tpkernels as tpk
+from tests.models.compare import differs
 from tests.nn.reference import LIMIT_S, tp_mesh
-from tests.planning.by_value import problems
+from tests.planning.by_value import LIMIT, problems
 from tpkernels.errors import UnprovenCallWarning
 from tpkernels.nn.part_maxima import PartMaxima, over_all_ranks, take_maxima
 from tpkernels.planning.styles import Column, Row
@@ -99,6 +101,14 @@ def test_the_largest_element_of_all_heads_is_of_all_ranks() -> None:
 
 
 @pytest.mark.cpu
+def test_a_frozen_model_is_planned_as_one_that_trains() -> None:
+    plan = tpk.make_plan(Model(), 2, example_inputs=X.float())
+    frozen = tpk.make_plan(Model().requires_grad_(False), 2, example_inputs=X.float())
+    assert frozen.maxima == plan.maxima
+    assert [entry.style for entry in frozen.entries] == [entry.style for entry in plan.entries]
+
+
+@pytest.mark.cpu
 @pytest.mark.parametrize("how", ["in a module elsewhere", "of what is whole", "meets an activation"])
 def test_other_largest_elements_leave_the_layers_gathered(how: str) -> None:
     plan = tpk.make_plan(Model(how), 2, example_inputs=X.float())
@@ -139,9 +149,12 @@ def by_value() -> list[str]:
         wrong = problems("fused attention", Model(), X.clone(), "fused.image_out")
     wrong += problems("repeated rows", Repeated("one"), X.clone(), "down")
     mesh = tp_mesh()
-    model = tpk.parallelize(Model().double(), mesh, example_inputs=X)
+    plain = Model().double()
+    model = tpk.parallelize(copy.deepcopy(plain), mesh, example_inputs=X)
     with pytest.raises(ValueError, match="or the maximum of a whole tensor"):
-        model(X, less=True)
+        model(X.clone().requires_grad_(), less=True)
+    if (why := differs(model(X, less=True), plain(X, less=True), LIMIT)) is not None:  # it has no gradient
+        wrong.append(f"the largest of what is whole: {why}")
     return wrong + [
         f"{dtype}: {why}" for dtype in (torch.float64, torch.float32, torch.bfloat16) for why in _ties(dtype)
     ]

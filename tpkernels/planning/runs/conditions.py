@@ -22,6 +22,10 @@ Why a plan is right whatever the answers are:
   everywhere, and one in which calls take turns: it would show a path that another call's code can see by means that
   are not watched, a list for example.
 
+Beside what it makes, a rest may return a tensor that was there before, and leave whole tensors in the module's buffers
+(:mod:`tpkernels.planning.runs.rests`).  A path on which the model's code raises, as an ``assert`` does, is none: what
+is asked is whole, so all ranks raise.
+
 A module whose rest does more than that, or has more than :data:`MOST_PATHS` paths, is opaque as a whole.  So is one
 that asks for a number, for ``nonzero``, or for whatever shapes depend on.
 """
