@@ -34,8 +34,23 @@ FOCAL_CUT = f"{FOCAL} -k reads_its_width"
 BESIDE = "tests/planning/test_streams_beside.py"
 STREAM_CUT, STREAM_WHOLE = f"{BESIDE} -k begin_and_end", f"{BESIDE} -k stays_whole"
 STREAM_CACHE, COLUMN_ALONE = f"{BESIDE} -k a_cache", f"{BESIDE} -k 'gathers_the and 2'"
+NORMS = "tests/planning/test_packed_norms.py"
+NORMS_CUT, NORMS_VALUES = f"{NORMS} -k taken_apart_in", f"{NORMS} -k 'whole_model and 2'"
 
 CONVOLUTIONS = (
+    Edit("nn/packed_norm.py", "part.copy_(values)", "del values", NORMS_VALUES),
+    Edit("nn/packed_norm.py", "factor = 1.0 / float(", "factor = 0.1 or float(", f"{NORMS} -k 'all_batches and 2'"),
+    Edit("nn/packed_norm.py", " and kind.forward is _FORWARD", "", f"{NORMS} -k no_rank_could"),
+    Edit(
+        "planning/replays/gradients.py",
+        "self.cut_segments.setdefault(name, segments) != segments",
+        "not self.cut_segments.setdefault(name, segments)",
+        f"{NORMS} -k norms_that_do",
+    ),
+    Edit("planning/proofs/pair_choices.py", "segments=sizes if len(sizes) > 1 else ()", "segments=()", NORMS_CUT),
+    Edit(
+        "sharding/followed_calls.py", "Split(1, packed or (x.shape[1],)) in", "Split(1, (x.shape[1],)) in", NORMS_VALUES
+    ),
     Edit(
         "planning/proofs/pair_choices.py",
         "style = replace(style, copied=proof.copied",
@@ -180,7 +195,12 @@ CONVOLUTIONS = (
     Edit("sharding/followed_calls.py", "sizes=segments_taken(module)", "sizes=()", VALUES),
     Edit("nn/paired_convolution.py", "dim=channels, shard_sizes=chunk", "dim=0, shard_sizes=chunk", VALUES),
     Edit("planning/proofs/convolution_pairs.py", "if name in recording.direct or name", "if name", WHOLE),
-    Edit("planning/proofs/decision.py", "self.decision.by_channel = set(replay.cut_channels)", "pass", CUT),
+    Edit(
+        "planning/proofs/decision.py",
+        "self.decision.by_channel = dict(sorted(replay.cut_segments.items()))",
+        "pass",
+        CUT,
+    ),
     Edit("planning/proofs/decision.py", "pairs and not degrees()", "pairs", f"{PAIRS} -k same_bits"),
     Edit(
         "sharding/followed_calls.py", "self._follow_channels(module, args[0] if args else None, output)", "pass", VALUES

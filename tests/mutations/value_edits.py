@@ -1,4 +1,4 @@
-"""Seeded faults of sizes that depend on values, of maxima, and of tables with idle twins, as edits of one line."""
+"""Seeded faults of sizes that depend on values, of maxima, and of layers with idle twins, as edits of one line."""
 
 from __future__ import annotations
 
@@ -41,11 +41,10 @@ VALUES = (
     ),
     Edit(
         "planning/alone/ties.py",
-        "name in called and not any(other in called for other in others)",
-        "name in called",
+        "(tables and len(idle) == len(owners) - 1)",
+        "tables",
         TIED,
     ),
-    Edit("planning/planner.py", "Chosen(Features(True),", "Chosen(Features(),", TIED),
     Edit(
         "planning/proofs/tied_groups.py", "all(id(one) in summed for one in own(name))", "True", f"{TIED} -k given_up"
     ),
@@ -58,6 +57,10 @@ VALUES = (
     ),
     Edit("planning/alone/ties.py", "return alike and owners == {*names}", "return alike", f"{MIXTURES} -k stay_whole"),
     Edit("nn/cut_experts.py", "if key not in known:", "if True:", f"{MIXTURES} -k 'one_weight and 2'"),
+    Edit("planning/alone/ties.py", "name in linear or", "", TIED),
+    Edit("planning/alone/ties.py", "Features(gather_output=True)", "Features()", TIED),
+    Edit("planning/alone/ties.py", "Row(split_input=True)", "Row()", TIED),
+    Edit("planning/planner.py", "*self.forced, *excluded}", "*excluded}", TIED),
     Edit(OPAQUE, "if not _alike_but_for_sizes(first, run)]", "if run is None]", f"{SIZES} -k few_rows"),
     Edit(OPAQUE, 'opened = {"", call.method} if', "opened = set() if", f"{SIZES} -k sizes_of_values_is_cut"),
     Edit(OPAQUE, "if not first.others:", "if False:", f"{SIZES} -k no_size"),

@@ -216,15 +216,17 @@ def step(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     found |= joined(model, {f"d{name}": gathered(p.grad) for name, p in model.named_parameters() if p.grad is not None})
     with torch.no_grad():
         found["later"] = model.eval()(x)
-    return found | {name: gathered(buffer) for name, buffer in model.named_buffers()}
+    return found | joined(model, {name: gathered(buffer) for name, buffer in model.named_buffers()}, "")
 
 
-def joined(model: nn.Module, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Those of the parts of a parameter in one, under its name."""
+def joined(model: nn.Module, gradients: dict[str, Tensor], before: str = "d") -> dict[str, Tensor]:
+    """Gradients of packed parameters under the name of the whole one; ``before``: what all names begin with."""
     for path, module in model.named_modules():
         tell = getattr(module, "packed_parameters", None)
-        for name, (dim, parts) in (tell() if callable(tell) else {}).items():
-            gradients[f"d{path}.{name}"] = torch.cat([gradients.pop(f"d{path}.{part}") for part in parts], dim)
+        for name, (dim, parts) in tell().items() if tell is not None else ():
+            keys = [f"{before}{path}.{part}" for part in parts]
+            if keys[0] in gradients:
+                gradients[f"{before}{path}.{name}"] = torch.cat([gradients.pop(key) for key in keys], dim)
     return gradients
 
 

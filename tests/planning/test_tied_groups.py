@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,7 +25,7 @@ GIVEN_UP = (
     "gain and more",
     "idle gain",
     "row for a column",
-    "not called",
+    "not called, and read",
 )
 
 
@@ -72,6 +74,8 @@ class Twins(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.first(x)
+        if self.how == "not called, and read":
+            return x + F.linear(x, self.second.up.weight[:WIDTH])
         y: Tensor = x if self.how == "not called" else x + self.second(x)
         return y
 
@@ -112,10 +116,35 @@ def test_they_are_given_up_where_one_of_them_cannot_be_cut_as_the_others_are(how
         assert not isinstance(style, Row) or style.split_input, f"{name}: {plan[name].reason}"
 
 
+@pytest.mark.cpu
+def test_layers_are_cut_in_pairs_where_nothing_calls_the_others_of_their_weights() -> None:
+    for world in (2, 3):
+        plan = tpk.make_plan(Twins("not called"), world, example_inputs=X)
+        assert (plan["first.up"].style, plan["first.down"].style) == (Column(), Row())
+        assert plan["second.up"].style == Column(gather_output=True), "who calls it gives and gets whole tensors"
+        assert plan["second.down"].style == Row(split_input=True) and "and idle" in plan["second.down"].reason
+        plan.validate(Twins("not called"))
+    three = Twins()
+    three.third = Block("")
+    for mine, its in ((three.first.up, three.third.up), (three.first.down, three.third.down)):
+        its.weight, its.bias = mine.weight, mine.bias
+    plan = tpk.make_plan(three, 2, example_inputs=X)
+    assert plan["second.up"].style == Column() and plan["third.up"].style == Column(gather_output=True)
+    asked = tpk.make_plan(Twins("not called"), 2, example_inputs=X, overrides={"second.up": "replicate"})
+    assert isinstance(asked["first.up"].style, Replicate) and asked["first.down"].style != Row()
+
+
 def by_value() -> list[str]:
     torch.manual_seed(0)
-    found = problems("twins", Twins(), torch.randn(3, WIDTH).double(), "second.down")
-    return found + problems("gains", Twins("gain"), torch.randn(3, WIDTH).double(), "second.down")
+    x = torch.randn(3, WIDTH).double()
+    wrong = problems("twins", Twins(), x.clone(), "second.down")
+    wrong += problems("gains", Twins("gain"), x.clone(), "second.down")
+    wrong += problems("idle twin", Twins("not called"), x.clone(), "first.down")
+    plain = Twins("not called").double()
+    model = tpk.parallelize(copy.deepcopy(plain), tp_mesh(), example_inputs=x)
+    off = (model.second(x) - plain.second(x)).abs().max()  # who calls it after all
+    same = model.second.down.weight is model.first.down.weight
+    return wrong + ([] if same and off < 1e-12 else [f"an idle twin is off by {off}"])
 
 
 @pytest.mark.gloo

@@ -8,7 +8,8 @@ A packed parameter, of which a rank needs its part of each of several runs (the 
 values of Qwen3-Next), stays whole: its code sees these parts, and its gradient is summed over the ranks.  Some runs may
 be *copied*: every rank sees all of them, and has a share of their gradient (Mamba 2).  A buffer (the multipliers of
 Falcon-H1) is seen in the same way.  A buffer without runs (the means of a batch norm) is cut as a parameter is, and the
-module's code may write to this rank's part.
+module's code may write to this rank's part; so is a batch norm over several segments of channels
+(:mod:`tpkernels.nn.packed_norm`).
 
 It assumes that a plan has proven this.  To the module's code ``module.name`` is the local tensor, as with
 :func:`tpkernels.nn.replicate_parameters`; the parameter itself is a DTensor of the original shape, ``Shard(dim)``.
@@ -28,6 +29,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tpkernels.comm.groups import GroupLike
 from tpkernels.comm.same_bits import refuse
+from tpkernels.nn.packed_norm import check_packed_norm, pack_norm
 from tpkernels.nn.parameters import mesh_of, replicate_parameter, shard_buffer, shard_parameter, tp_mesh
 from tpkernels.nn.replicated import local_property
 from tpkernels.ops import copy_to_group
@@ -45,6 +47,8 @@ class Cuts(NamedTuple):
     copied: int = 0
     behind: int = 0
     """How many of these runs every rank has whole, and how many are behind them."""
+    segments: tuple[int, ...] = ()
+    """Of a batch norm: the segments of channels of which a rank has its part of each."""
 
     def parts(self, name: str, rank: int, world_size: int) -> list[tuple[int, int]]:
         """Where a rank's part of each run begins in the run, and its size."""
@@ -58,6 +62,8 @@ class Cuts(NamedTuple):
 
 def check_slices(module: nn.Module, cuts: Cuts, mesh: DeviceMesh) -> None:
     """Refuse what :func:`slice_parameters` cannot cut."""
+    if cuts.segments:
+        check_packed_norm(module, cuts.segments, mesh.size())
     dims, runs = cuts.dims, cuts.runs
     for name, dim in dims.items():
         parameter: Tensor | None = module._buffers.get(name, module._parameters.get(name))
@@ -84,6 +90,8 @@ def slice_parameters(module: nn.Module, cuts: Cuts, group: GroupLike) -> nn.Modu
     """
     mesh = tp_mesh(group, module)
     check_slices(module, cuts, mesh)
+    if cuts.segments:
+        return pack_norm(module, cuts.segments, mesh)
     for name, dim in cuts.dims.items():
         parameter = module._parameters.get(name)
         if parameter is None:

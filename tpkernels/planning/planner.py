@@ -19,7 +19,7 @@ from tpkernels.nn.parameters import tp_mesh
 from tpkernels.planning.alone.convolutions import convolution_choices
 from tpkernels.planning.alone.kept_layers import kept_layers
 from tpkernels.planning.alone.single_layers import by_rule, sums_its_gradient
-from tpkernels.planning.alone.ties import idle_twins, tied_modules, untie
+from tpkernels.planning.alone.ties import cut_idle, idle_twins, tied_modules, untie
 from tpkernels.planning.alone.whole_in_out import READ, attention_choices, check_experts, experts_choices
 from tpkernels.planning.entries.fused_norms import find_fused_norms
 from tpkernels.planning.entries.plan import NO_DATA_FLOW, STRATEGIES, ShardingPlan
@@ -301,9 +301,11 @@ class _Planner:
     def _from_data_flow(self, kept: Mapping[str, str]) -> None:
         assert self.observation is not None and self.observation.recording is not None
         excluded = {name: reason for name, reason in kept.items() if "fewer features" not in reason}
-        idle = idle_twins(self.modules, self.layers, self.observation.recording.layer_rows)
-        free = {*self.twins, *({} if degrees() else idle)}
-        may_be = {name for name in self._tied() if name in self.layers or self._by_channels(name)} - free
+        busy = {*self.observation.recording.layer_rows, *self.forced, *excluded}
+        linear = {} if nn.Linear in self.by_itself else self.twins  # these would take a part of the sequence, if called
+        idle = {} if degrees() else idle_twins(self.modules, self.layers, busy, linear)
+        self.twins = {name: {*names}.difference(idle.get(name, ())) for name, names in self.twins.items()}
+        may_be = {n for n in self._tied() if n in self.layers or self._by_channels(n)} - {*self.twins, *idle}
         excluded |= dict.fromkeys(may_be, "has a tied weight")
         excluded |= seen_elsewhere(self.observation, self.model)
         excluded |= {name: OWN_CODE for name in self.layers if own_base(self.modules[name]) in self.by_itself}
@@ -346,8 +348,6 @@ class _Planner:
                 reason = f"{proof.each(self.world_size)}, up to {rows}"
                 if self.layers[name].kind == "embedding":
                     style = Features()
-                    for twin in idle.get(name, ()):
-                        self.chosen.setdefault(twin, Chosen(Features(True), "data flow", f"tied to {name}, and idle"))
                 if name in proof.copies:
                     copies, sizes = proof.copies[name], proof.segments[name]
                     style, why = copies.style(sizes, proof.unit(sizes[0])), copies.reason(self.world_size)
@@ -360,6 +360,7 @@ class _Planner:
                 what = f", and scatters the sum, up to {rows}" if scattered else ""
                 self._choose(name, style, f"sums what {columns} cut{what}")
         self.chosen |= beside_streams(self.decision.streaming, self.chosen)
+        cut_idle(self.chosen, idle)
 
     def _decide(self, excluded: Mapping[str, str], loose: Mapping[str, Role]) -> Decision:
         assert self.observation is not None

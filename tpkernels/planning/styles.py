@@ -264,17 +264,28 @@ class Sliced:
 
     ``parameters``: names and dimensions; the others stay whole.  ``runs``: those of them that are packed, and their
     sizes; they are kept whole, and the module's code sees this rank's part of each run, but all of the last ``copied``
-    runs that have ``behind`` others behind them.
+    runs that have ``behind`` others behind them.  ``segments``: of a batch norm, whose parameters and running means are
+    cut by this rank's part of each of these segments of its channels.
     """
 
     parameters: tuple[tuple[str, int], ...]
     runs: tuple[tuple[str, tuple[int, ...]], ...] = ()
     copied: int = 0
     behind: int = 0
+    segments: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.segments and self.runs:
+            raise ValueError("segments are of a batch norm, whose parameters have no runs")
+
+    def local_features(self, total: int, world_size: int) -> tuple[int, ...]:
+        """Of the ``total`` elements of a parameter's dimension that is cut, those of each rank."""
+        sizes = self.segments or (total,)
+        return _shares(sizes, (1,) * len(sizes), world_size)
 
     @property
     def cuts(self) -> Cuts:
-        return Cuts(dict(self.parameters), dict(self.runs), self.copied, self.behind)
+        return Cuts(dict(self.parameters), dict(self.runs), self.copied, self.behind, self.segments)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from tpkernels.nn.feature_embedding import FeatureParallelEmbedding
 from tpkernels.nn.multihead import ParallelMultiheadAttention
 from tpkernels.nn.own_call import called_within, calls_itself
 from tpkernels.nn.packed import PackedColumnParallelLinear
+from tpkernels.nn.packed_norm import norm_segments
 from tpkernels.nn.packed_row import PackedRowParallelLinear
 from tpkernels.nn.paired_convolution import (
     gives_channels,
@@ -165,9 +166,9 @@ class Followed(AbstractContextManager["Followed"]):
         elif isinstance(module, _NormBase) or (
             isinstance(module, nn.GroupNorm | _ConvNd) and getattr(module, "_tpk_sliced", None) is not None
         ):
-            mark = self.parts.of(x)
-            if mark and Split(1, (x.shape[1],)) in mark:
-                self.parts.mark(output, frozenset([Split(1, (output.shape[1],))]))
+            mark, packed = self.parts.of(x), norm_segments(module)
+            if mark and Split(1, packed or (x.shape[1],)) in mark:
+                self.parts.mark(output, frozenset([Split(1, packed or (output.shape[1],))]))
 
     def _check_row(self, module: nn.Module, dim: int, x: Tensor, *, sizes: tuple[int, ...] = (), **_: object) -> None:
         """Refuse an input that a row's weight is not cut for: the plan's proof holds for calls like the traced ones."""

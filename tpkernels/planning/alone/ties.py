@@ -10,7 +10,7 @@ from tpkernels.planning.entries.plan_entries import Chosen
 from tpkernels.planning.modules.layers import Layer
 from tpkernels.planning.styles import Column, Experts, Features, Replicate, Row, Style, Vocabulary
 
-__all__ = ["are_twins", "idle_twins", "tie_kind", "tied_modules", "untie"]
+__all__ = ["are_twins", "cut_idle", "idle_twins", "tie_kind", "tied_modules", "untie"]
 
 
 def tie_kind(style: Style) -> int | None:
@@ -42,16 +42,33 @@ def are_twins(modules: Mapping[str, nn.Module], names: Collection[str]) -> bool:
 
 
 def idle_twins(
-    modules: Mapping[str, nn.Module], layers: Mapping[str, Layer], called: Container[str]
+    modules: Mapping[str, nn.Module], layers: Mapping[str, Layer], called: Container[str], linear: Container[str]
 ) -> dict[str, list[str]]:
-    """Tables that are called and share their weight with tables that are not, with these: they may be cut like it."""
+    """Layers that are called and share their weight with others that are not, with these: they may be cut like it.
+
+    These are some of the ``linear`` ones, and tables of which one alone is called.  ``called``: also those that may not
+    be cut so.
+    """
     found: dict[str, list[str]] = {}
     for name, owners in tied_modules(modules).items():
-        others = [owner for owner in owners if owner != name]
+        idle = [owner for owner in owners if owner not in called]
         tables = all(owner in layers and layers[owner].kind == "embedding" for owner in owners)
-        if tables and name in called and not any(other in called for other in others):
-            found[name] = others
+        if name in called and idle and (name in linear or (tables and len(idle) == len(owners) - 1)):
+            found[name] = idle
     return found
+
+
+def cut_idle(chosen: dict[str, Chosen], idle: Mapping[str, list[str]]) -> None:
+    """Cut idle layers as those that share their weight and are cut with others; who calls one gives and gets whole
+    tensors."""
+    whole: dict[type[Style], Style] = {
+        Column: Column(gather_output=True), Row: Row(split_input=True), Features: Features(gather_output=True)
+    }  # fmt: skip
+    for name, twins in idle.items():
+        known = chosen.get(name)
+        if known is not None and known.source != "override" and type(known.style) in whole:
+            for twin in twins:
+                chosen.setdefault(twin, Chosen(whole[type(known.style)], "data flow", f"tied to {name}, and idle"))
 
 
 def untie(

@@ -209,7 +209,7 @@ def _cut(
     if dim is not None:
         features = held(shape[dim], world_size)
         taken = isinstance(style, Channels) and style.taken and name == "bias"  # of the channels that it gives
-        if isinstance(style, Column | Row | Heads | Channels) and not taken:
+        if isinstance(style, Column | Row | Heads | Channels | Sliced) and not taken:
             features = style.local_features(shape[dim], world_size)
     for rank in range(world_size):
         local = list(shape)

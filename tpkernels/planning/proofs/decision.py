@@ -61,8 +61,8 @@ class Decision:
     """why others are not."""
     products: dict[Group, Proof] = field(default_factory=dict)
     """Groups of parameters that code multiplies by itself."""
-    by_channel: set[str] = field(default_factory=set)
-    """What works on each channel by itself, and takes channels that are cut."""
+    by_channel: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """What works on each channel by itself, and the segments of channels that it takes parts of."""
     gathering: set[str] = field(default_factory=set)
     """Convolutions that take and give channels that are cut, and gather the ones."""
     streaming: set[str] = field(default_factory=set)
@@ -408,7 +408,7 @@ class _Decider:
         self.decision.cut_results = tuple(replay.cut_results)
         self.decision.fed = {name for name, fed in replay.fed.items() if fed}
         self.decision.norms = {name: self.shadow.norms[name] for name in sorted(replay.cut_norms)}
-        self.decision.by_channel = set(replay.cut_channels)
+        self.decision.by_channel = dict(sorted(replay.cut_segments.items()))
         self.decision.whole_draws = tuple(sorted(replay.whole_draws))
         self.decision.statistics = dict(sorted(replay.statistics.items()))
         self.decision.maxima = tuple(sorted(replay.maxima))

@@ -62,9 +62,9 @@ def pair_choices(decision: Decision, shadow: Shadow, world_size: int) -> dict[st
         found[name] = Chosen(Sliced(tuple(sorted(cuts))), "data flow", f"{keys} cut with the channels met")
     for name, parts in _parts(decision, shadow, world_size).items():
         if parts.dims:
-            found[name] = Chosen(
-                Sliced(tuple(sorted(parts.dims.items()))), "data flow", "cut with the channels it takes"
-            )
+            sizes = decision.by_channel[name]
+            sliced = Sliced(tuple(sorted(parts.dims.items())), segments=sizes if len(sizes) > 1 else ())
+            found[name] = Chosen(sliced, "data flow", "cut with the channels it takes")
     return found
 
 
@@ -85,7 +85,7 @@ def numbers_by_channel(decision: Decision, shadow: Shadow, world_size: int) -> A
 
 
 def _parts(decision: Decision, shadow: Shadow, world_size: int) -> dict[str, ChannelParts]:
-    found = {name: parts_by_channel(shadow.modules[name], world_size) for name in sorted(decision.by_channel)}
+    found = {name: parts_by_channel(shadow.modules[name], world_size) for name in decision.by_channel}
     return {name: parts for name, parts in found.items() if parts is not None}
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from tpkernels.nn.packed_norm import is_batch_norm
 from tpkernels.planning.modules.channel_modules import ChannelCall, parts_by_channel
 from tpkernels.planning.replays.roles import Role
 from tpkernels.planning.replays.whole_steps import WholeSteps
@@ -71,12 +72,16 @@ class ChannelSteps(WholeSteps):
             return forward(x)
         told = name in self.shadow.kept or any(module == name for module, _ in self.attributes)
         parts = None if told or degrees() else parts_by_channel(self.shadow.modules[name], self.world_size)
-        if name in self.shadow.convolutions or parts is None or split != Split(1, (parts.taken,)):
+        if name in self.shadow.convolutions or parts is None:
             return forward(x)
+        packed = is_batch_norm(self.shadow.modules[name]) and sum(split.segments) == parts.taken
+        if split != (Split(1, split.segments) if packed else Split(1, (parts.taken,))):
+            return forward(x)
+        self._takes_segments(name, split.segments)
         call = self._call_of(name, x)
         groups = self.blame = self._groups.get(id(x), self.blame)
         self.cut_channels[name] = self.cut_channels.get(name, frozenset()) | groups
-        return self._step(x, call, Split(1, (parts.given,)), groups)
+        return self._step(x, call, split if packed else Split(1, (parts.given,)), groups)
 
     def _call_of(self, name: str, x: Tensor) -> ChannelCall:
         call = self.recording.channel_calls.get(self._at)

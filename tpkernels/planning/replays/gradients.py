@@ -39,6 +39,8 @@ class Gradients(Session):
         self._whole_norms: set[str] = set()
         self.cut_channels: dict[str, frozenset[int]] = {}
         """The same of modules that work on each channel by itself,"""
+        self.cut_segments: dict[str, tuple[int, ...]] = {}
+        """the segments of channels that these took a part of each of,"""
         self._whole_channels: set[str] = set()
         """and of these, those that took a whole tensor."""
         self._complete: set[str] = set()
@@ -74,10 +76,16 @@ class Gradients(Session):
         self._whole_channels |= other._whole_channels
         for name, groups in other.cut_channels.items():
             self.cut_channels[name] = self.cut_channels.get(name, frozenset()) | groups
+        for name, segments in other.cut_segments.items():
+            self._takes_segments(name, segments)
         for name, fed in other.fed.items():
             self._feeds(name, fed)
         for name, groups in other.partial_groups.items():
             self.partial_groups[name] = self.partial_groups.get(name, frozenset()) | groups
+
+    def _takes_segments(self, name: str, segments: tuple[int, ...]) -> None:
+        if self.cut_segments.setdefault(name, segments) != segments:
+            raise Unproven(f"{name} takes channels that are cut as {list(segments)}, and otherwise elsewhere")
 
     def came_from(self, tensor: Tensor) -> frozenset[str]:
         """The layers of which a tensor was made, without another layer between."""
