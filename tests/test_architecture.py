@@ -56,7 +56,8 @@ FLOOR_OF = {name: number for number, floor in enumerate(FLOORS) for name in floo
 
 # The planner is a house of its own: each of its folders and modules imports only from those before it.
 PLANNER = (
-    "splits", "styles", "plans", "modules", "runs", "replays", "entries", "hints", "alone", "proofs", "planner",
+    "splits", "styles", "style_names", "plans", "modules", "runs", "replays", "entries", "hints", "alone", "proofs",
+    "planner",
 )  # fmt: skip
 
 # What is right is pure arithmetic: these modules import nothing but partition and each other, so no op judges itself.

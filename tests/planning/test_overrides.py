@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import tpkernels as tpk
 from tests.models import zoo
 from tests.planning.leaking import Leaking
-from tpkernels.planning.styles import as_style
+from tpkernels.planning.style_names import as_style
 from tpkernels.sharding import Column, Replicate, Row, Vocabulary
 
 pytestmark = pytest.mark.cpu

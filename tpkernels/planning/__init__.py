@@ -4,6 +4,7 @@ Rooms from the ground up; each imports only from those before it (``tests/test_a
 
 ======================  ============================================================================================
 ``splits``, ``styles``  how a tensor that is cut lies in the whole one; what a plan says of one module
+``style_names``         what users, files, torch and Hugging Face call that
 ``plans/``              what is known of particular kinds of models, one file each
 ``modules/``            what a model's modules are, and what their code says: layers, experts, norms, numbers
 ``runs/``               runs of the model on fake tensors: which ops run, and what flows from layer to layer

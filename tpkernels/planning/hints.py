@@ -16,7 +16,8 @@ from typing import Any
 from torch import nn
 
 from tpkernels.planning import plans
-from tpkernels.planning.styles import HUGGING_FACE, STYLES, Style, as_style
+from tpkernels.planning.style_names import HUGGING_FACE, STYLES, as_style
+from tpkernels.planning.styles import Style
 
 __all__ = ["Hints", "hints_for", "match", "matches", "override_styles"]
 

@@ -62,6 +62,7 @@ from tpkernels.planning.modules.layers import (
 )
 from tpkernels.planning.modules.numbers import owner_of, set_number
 from tpkernels.planning.planner import check_plain, make_plan
+from tpkernels.planning.style_names import as_style
 from tpkernels.planning.styles import (
     Channels,
     Column,
@@ -75,7 +76,6 @@ from tpkernels.planning.styles import (
     Sliced,
     Style,
     Vocabulary,
-    as_style,
 )
 from tpkernels.sharding.batches import compare_batches
 from tpkernels.sharding.block_masks import drop_by_blocks, refuse_draws

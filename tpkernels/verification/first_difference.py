@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tpkernels.planning.styles import Style, style_to_dict
+from tpkernels.planning.style_names import style_to_dict
+from tpkernels.planning.styles import Style
 from tpkernels.verification.bounds import FACTOR, bounds_of
 from tpkernels.verification.model_passes import Event, is_state
 from tpkernels.verification.part_places import part_at

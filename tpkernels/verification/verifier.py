@@ -31,7 +31,8 @@ from tpkernels.planning.planner import check_plain, make_plan
 from tpkernels.planning.runs.example_inputs import as_call
 from tpkernels.planning.runs.guessed_inputs import candidates
 from tpkernels.planning.splits import for_degrees
-from tpkernels.planning.styles import Style, as_style
+from tpkernels.planning.style_names import as_style
+from tpkernels.planning.styles import Style
 from tpkernels.state.collective_errors import Ranks
 from tpkernels.verification.differences import Expected, compare, expect, worst_first
 from tpkernels.verification.first_difference import Search, describe

@@ -35,7 +35,8 @@ from tpkernels.planning.entries.plan_values import (
 )
 from tpkernels.planning.modules.layers import kind_of
 from tpkernels.planning.modules.numbers import number_of, owner_of
-from tpkernels.planning.styles import Column, CopiedHeads, Replicate, Row, Sliced, Style, style_from_dict, style_to_dict
+from tpkernels.planning.style_names import style_from_dict, style_to_dict
+from tpkernels.planning.styles import Column, CopiedHeads, Replicate, Row, Sliced, Style
 
 __all__ = ["STRATEGIES", "Entry", "ParameterCut", "ShardingPlan"]
 

@@ -10,7 +10,8 @@ import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from tpkernels.planning.styles import Style, style_to_dict
+from tpkernels.planning.style_names import style_to_dict
+from tpkernels.planning.styles import Style
 
 if TYPE_CHECKING:
     from tpkernels.planning.entries.plan import Entry, ShardingPlan
