@@ -13,9 +13,9 @@ PICKING_EDITS = (
     Edit("planning/replays/replay.py", "aten.arange and len(event.whole) == 1", "aten.arange", f"{PICKED} 'one or to'"),
     Edit(
         "planning/replays/picking_rules.py",
-        "if own is None and place >= 0 and call.whole[1][dim][place] != 1:",
+        "if math.prod(shapes[1][split.dim]) != shapes[0][split.dim]:",
         "if False:",
-        f"{PICKED} 'rows and other'",
+        f"{PICKED} some",
     ),
     Edit("planning/replays/picking_rules.py", "if numbers != [split.dim] or", "if", f"{PICKED} place"),
 )

@@ -62,7 +62,7 @@ class PickedRows(nn.Module):
         if self.what == "from one on":
             return torch.arange(1, q.shape[0] + 1) - 1
         if self.what == "to a number":
-            return torch.arange(q.shape[0] - 2 * self.heads, 2 * HEADS)[: q.shape[0]]
+            return torch.arange(2 * HEADS - q.shape[0], 2 * HEADS)
         if self.what == "picked":
             return rows[torch.arange(1) * torch.ones(q.shape[0], dtype=torch.long)]
         if self.what == "moved":
