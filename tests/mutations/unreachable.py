@@ -24,6 +24,7 @@ _REASONS_OF_FAULTS = {
     "unbind refuses nothing": "a rank has fewer results, and the replay counts them",
     "embedding refuses nothing": "rows that are cut are no heads, and meet nothing that is cut as they are",
     "index_select refuses nothing": "what is picked has not the size of its segments, which rows compare",
+    "topk refuses nothing": "what is picked has not the size of its segments, which rows compare",
     "_prelu_kernel refuses nothing": "torch itself raises for slopes of channels that a rank lacks",
     "copy_ refuses nothing": "what is written to keeps its layout, which the replay compares",
 }
