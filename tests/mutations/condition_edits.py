@@ -19,14 +19,10 @@ KNOWN = "tests/planning/test_known_values.py"
 SHARED, ALIKE = "tests/planning/test_shared_conditions.py", "planning/runs/shared_conditions.py"
 HOST, DRAWN = "planning/runs/host_draws.py", "tests/planning/test_host_draws.py"
 
-OBSERVERS, RESTS = "tests/planning/test_observers.py -m cpu", "planning/runs/rests.py"
+OBSERVERS = "tests/planning/test_observers.py -m cpu"
 PATHS, KEPT = "planning/runs/conditions.py", "other_observers"
 
 CONDITIONS = (
-    Edit(RESTS, "return alike and new in session.detached", "return alike", f"{OBSERVERS} -k {KEPT}"),
-    Edit(RESTS, "(new.shape, new.dtype) == (before.shape, before.dtype)", "True", f"{OBSERVERS} -k {KEPT}"),
-    Edit(RESTS, "attribute[0] == rest.module else None", "True else None", f"{OBSERVERS} -k {KEPT}"),
-    Edit(RESTS, 'held.place != "_buffers"', "False", f"{OBSERVERS} -k {KEPT}"),
     Edit(
         PATHS,
         "if all(other.get(place) == one for other in passed)",

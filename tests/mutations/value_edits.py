@@ -13,7 +13,7 @@ REPEATS, STEPS = "sharding/repeats.py", "planning/replays/maximum_steps.py"
 TIED, MIXTURES = "tests/planning/test_tied_groups.py", "tests/planning/test_tied_experts.py"
 
 RANGES, OWN = "tests/planning/test_observers.py", "tests/planning/test_own_layers.py"
-CALLS, LAYERS = "nn/own_call.py", "planning/modules/own_layers.py"
+CALLS = "nn/own_call.py"
 
 VALUES = (
     Edit(
@@ -30,8 +30,6 @@ VALUES = (
     Edit(CALLS, "if not calls.made:", "if not own:", f"{OWN} -k unsharded"),
     Edit(CALLS, "matrix is weight and vector is bias", "matrix is weight", f"{OWN} -k own_weight"),
     Edit(CALLS, "max_norm is None and not scale_grad_by_freq and not sparse", "True", f"{OWN} -k own_weight"),
-    Edit(LAYERS, "self.result is not None or taken is not self.x", "taken is None", f"{OWN} -k own_weight"),
-    Edit(LAYERS, "tensors[0] is not seen.result", "not tensors", f"{OWN} -k own_weight"),
     Edit("planning/modules/layers.py", "padding_idx=padding,", "", f"{OWN} -k unsharded"),
     Edit(
         "nn/summed_output.py",

@@ -21,7 +21,8 @@ from tpkernels.planning.styles import Column, Replicate, Row, Vocabulary
 from tpkernels.testing.spawn import Pools
 
 X = torch.randn(3, 5, WIDTH, generator=torch.Generator().manual_seed(2))
-IDS = torch.randint(2, WORDS, (3, 5), generator=torch.Generator().manual_seed(2))
+IDS = torch.randint(WORDS, (3, 5), generator=torch.Generator().manual_seed(2))
+IDS[0, :2] = 1  # padding
 OTHER = "rounded", "without its bias", "of something else", "makes more", "gives more", "twice", "quantised"
 
 
