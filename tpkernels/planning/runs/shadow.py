@@ -381,7 +381,7 @@ class Shadow:
         def norm(*args: Any, **kwargs: Any) -> Any:
             gated = len(args) == 2 and all(isinstance(one, Tensor) for one in args)
             alone = len(args) == 1 and isinstance(args[0], Tensor)
-            other = kwargs or not (alone or gated) or name in self.branching  # what stands for a norm asks nothing
+            other = bool(kwargs) or not (alone or gated) or name in self.branching  # what stands for one does not ask
             if self.session is None or self.session.quiet is not None or other:
                 return forward(*args, **kwargs)
             return self.session.norm_called(name, forward, *args)
