@@ -178,8 +178,8 @@ class Taken(nn.Module):
 
 
 class OtherGates(nn.Module):
-    """Of the gates a rank would have its part of each half, and of the values in one piece, as a norm of all of them
-    wants them: as many, but others.  Without the norm a rank has its part of each half of both."""
+    """Of the gates a rank has its part of each half, and so of the values: a norm of each channel has its part of both
+    halves as well, and one of groups would want one piece."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -385,6 +385,7 @@ CUT: dict[str, Callable[[], nn.Module]] = {
     "transposed": transposed, "one dimension": one_dimension, "three dimensions": three_dimensions, "head": head,
     "conformer": conformer, "layer norm": lambda: nn.Sequential(nn.Flatten(2), Conformer(6, nn.LayerNorm(6))),
     "halves of both": lambda: OtherGates(nn.ReLU()),
+    "halves of both, normed": lambda: OtherGates(nn.BatchNorm2d(12)),
     "frozen": lambda: nn.Sequential(conv(3, 7), Frozen(7), nn.ReLU(), conv(7, 4)),
     "snake": snake, "in three": Taken, "gated stream": GatedStream,
     "own code": Streaming, "own code of halves": lambda: Streaming(halves=True),
@@ -406,7 +407,7 @@ WHOLE: dict[str, Callable[[], nn.Module]] = {
     "turned": lambda: nn.Sequential(conv(3, 8), Turned(pool=False), conv(8, 4)),
     "halves of groups": lambda: nn.Sequential(conv(3, 9), nn.GroupNorm(3, 9), nn.ReLU(), conv(9, 4)),
     "called twice": CalledTwice,
-    "another order of gates": lambda: OtherGates(nn.BatchNorm2d(12)),
+    "another order of gates": lambda: OtherGates(nn.GroupNorm(3, 12)),
     "halves of halves": lambda: nn.Sequential(conv(3, 12), nn.GLU(1), nn.GLU(1), conv(3, 4)),
     "literal sizes": lambda: Taken(5, 5, 5),
     "own code mixes channels": lambda: Streaming(mixes=True),

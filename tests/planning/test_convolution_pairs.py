@@ -27,6 +27,7 @@ PAIRS = {
     "two": ("0 2", ""), "basic": ("0.layers.0 0.layers.3 1.layers.0 1.layers.3", "0.layers.1 1.layers.1"),
     "bottleneck": ("layers.0 layers.3 layers.6", "layers.1 layers.4"),
     "halves of both": ("values gates gated added", ""),
+    "halves of both, normed": ("values gates gated added", "norm"),
     "dense": ("stem joined last layers.0 layers.1.0", "layers.1.1"),
     "decoder": (
         "1 3 4.layers.1 4.layers.3 6 7.layers.1 7.layers.3 8",
