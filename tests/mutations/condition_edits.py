@@ -19,19 +19,7 @@ KNOWN = "tests/planning/test_known_values.py"
 SHARED, ALIKE = "tests/planning/test_shared_conditions.py", "planning/runs/shared_conditions.py"
 HOST, DRAWN = "planning/runs/host_draws.py", "tests/planning/test_host_draws.py"
 
-OBSERVERS = "tests/planning/test_observers.py -m cpu"
-PATHS, KEPT = "planning/runs/conditions.py", "other_observers"
-
 CONDITIONS = (
-    Edit(
-        PATHS,
-        "if all(other.get(place) == one for other in passed)",
-        "",
-        f"{OBSERVERS} -k {KEPT}",
-    ),
-    Edit(OPAQUE, "return raises and home not in", "return True or home not in", f"{OBSERVERS} -k {KEPT}"),
-    Edit(OPAQUE, "if not _raises_alone(shadow, scope, path, run):", "if not scope:", f"{OBSERVERS} -k one_module"),
-    Edit(STEPS, '("gives", "passes", "keeps")) != told', '("gives",)) != told[:1]', f"{OBSERVERS} -k {KEPT}"),
     Edit("planning/runs/opaque_modules.py", "runs |= more", "assert more", f"{SHARED} -k settles"),
     Edit(HOST, "    begins.set()\n", "    begins  # not set\n", f"{DRAWN} -k pairs"),
     Edit(HOST, "        users.set()\n", "        users  # not set\n", f"{DRAWN} -k pairs"),

@@ -12,31 +12,14 @@ REPEATS, STEPS = "sharding/repeats.py", "planning/replays/maximum_steps.py"
 
 TIED, MIXTURES = "tests/planning/test_tied_groups.py", "tests/planning/test_tied_experts.py"
 
-RANGES, OWN = "tests/planning/test_observers.py", "tests/planning/test_own_layers.py"
+OWN = "tests/planning/test_own_layers.py"
 CALLS = "nn/own_call.py"
 
 VALUES = (
-    Edit(
-        "nn/part_maxima.py", "return -over_all_ranks(-x, mesh)", "return over_all_ranks(x, mesh)", f"{RANGES} -k ranges"
-    ),
-    Edit(STEPS, '("", *self.inside) if trained else ()', '("", *self.inside)', f"{RANGES} -k stays_a_part"),
-    Edit(
-        "planning/runs/gradient_code.py",
-        "id(tensor) in self._ids or not self.session.has_origin(tensor)",
-        "tensor not in self.session.requiring",
-        f"{MAXIMA} -k frozen",
-    ),
     Edit(CALLS, "if self.strict and not asks_alone(func):", "if not func:", f"{OWN} -k unsharded"),
     Edit(CALLS, "if not calls.made:", "if not own:", f"{OWN} -k unsharded"),
     Edit(CALLS, "matrix is weight and vector is bias", "matrix is weight", f"{OWN} -k own_weight"),
     Edit(CALLS, "max_norm is None and not scale_grad_by_freq and not sparse", "True", f"{OWN} -k own_weight"),
-    Edit("planning/modules/layers.py", "padding_idx=padding,", "", f"{OWN} -k unsharded"),
-    Edit(
-        "nn/summed_output.py",
-        "tree_map_only(Tensor, lambda y: copy_to_group(y, mesh), output)",
-        "output",
-        f"{OWN} -k unsharded",
-    ),
     Edit(
         "planning/alone/ties.py",
         "(tables and len(idle) == len(owners) - 1)",
