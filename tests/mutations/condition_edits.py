@@ -19,7 +19,10 @@ KNOWN = "tests/planning/test_known_values.py"
 SHARED, ALIKE = "tests/planning/test_shared_conditions.py", "planning/runs/shared_conditions.py"
 HOST, DRAWN = "planning/runs/host_draws.py", "tests/planning/test_host_draws.py"
 
+OBSERVERS = "tests/planning/test_observers.py -m cpu -k other_observers"
+
 CONDITIONS = (
+    Edit(OPAQUE, "return raises and home not in", "return True or home not in", OBSERVERS),
     Edit("planning/runs/opaque_modules.py", "runs |= more", "assert more", f"{SHARED} -k settles"),
     Edit(HOST, "    begins.set()\n", "    begins  # not set\n", f"{DRAWN} -k pairs"),
     Edit(HOST, "        users.set()\n", "        users  # not set\n", f"{DRAWN} -k pairs"),
