@@ -34,22 +34,18 @@ BESIDE = "tests/planning/test_streams_beside.py"
 STREAM_CUT, STREAM_WHOLE = f"{BESIDE} -k begin_and_end", f"{BESIDE} -k stays_whole"
 STREAM_CACHE, COLUMN_ALONE = f"{BESIDE} -k a_cache", f"{BESIDE} -k 'gathers_the and 2'"
 NORMS = "tests/planning/test_packed_norms.py"
-NORMS_CUT, NORMS_VALUES = f"{NORMS} -k taken_apart_in", f"{NORMS} -k 'whole_model and 2'"
+NORMS_VALUES = f"{NORMS} -k 'whole_model and 2'"
 
 CONVOLUTIONS = (
     Edit("nn/packed_norm.py", "part.copy_(values)", "del values", NORMS_VALUES),
     Edit("nn/packed_norm.py", "factor = 1.0 / float(", "factor = 0.1 or float(", f"{NORMS} -k 'all_batches and 2'"),
+    Edit(
+        "planning/proofs/pair_choices.py",
+        "segments=sizes if len(sizes) > 1 else ()",
+        "segments=()",
+        f"{NORMS} -k taken_apart_in",
+    ),
     Edit("nn/packed_norm.py", " and kind.forward is _FORWARD", "", f"{NORMS} -k no_rank_could"),
-    Edit(
-        "planning/replays/gradients.py",
-        "self.cut_segments.setdefault(name, segments) != segments",
-        "not self.cut_segments.setdefault(name, segments)",
-        f"{NORMS} -k norms_that_do",
-    ),
-    Edit("planning/proofs/pair_choices.py", "segments=sizes if len(sizes) > 1 else ()", "segments=()", NORMS_CUT),
-    Edit(
-        "sharding/followed_calls.py", "Split(1, packed or (x.shape[1],)) in", "Split(1, (x.shape[1],)) in", NORMS_VALUES
-    ),
     Edit(
         "planning/proofs/pair_choices.py",
         "style = replace(style, copied=proof.copied",

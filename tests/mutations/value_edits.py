@@ -16,32 +16,8 @@ OWN = "tests/planning/test_own_layers.py"
 CALLS = "nn/own_call.py"
 
 VALUES = (
-    Edit(CALLS, "if self.strict and not asks_alone(func):", "if not func:", f"{OWN} -k unsharded"),
-    Edit(CALLS, "if not calls.made:", "if not own:", f"{OWN} -k unsharded"),
-    Edit(CALLS, "matrix is weight and vector is bias", "matrix is weight", f"{OWN} -k own_weight"),
-    Edit(CALLS, "max_norm is None and not scale_grad_by_freq and not sparse", "True", f"{OWN} -k own_weight"),
-    Edit(
-        "planning/alone/ties.py",
-        "(tables and len(idle) == len(owners) - 1)",
-        "tables",
-        TIED,
-    ),
-    Edit(
-        "planning/proofs/tied_groups.py", "all(id(one) in summed for one in own(name))", "True", f"{TIED} -k given_up"
-    ),
-    Edit("planning/proofs/tied_groups.py", "name in called and all", "all", f"{TIED} -k given_up"),
-    Edit(
-        "planning/proofs/decision.py",
-        "held_by_twins(self.shadow.modules, replay.partial)",
-        "replay.partial",
-        f"{TIED} -k summed_in_both",
-    ),
-    Edit("planning/alone/ties.py", "return alike and owners == {*names}", "return alike", f"{MIXTURES} -k stay_whole"),
-    Edit("nn/cut_experts.py", "if key not in known:", "if True:", f"{MIXTURES} -k 'one_weight and 2'"),
-    Edit("planning/alone/ties.py", "name in linear or", "", TIED),
-    Edit("planning/alone/ties.py", "Features(gather_output=True)", "Features()", TIED),
-    Edit("planning/alone/ties.py", "Row(split_input=True)", "Row()", TIED),
-    Edit("planning/planner.py", "*self.forced, *excluded}", "*excluded}", TIED),
+    Edit("planning/alone/ties.py", "name in linear or", "", f"{TIED} -k others_of_their_weights"),
+    Edit("planning/alone/ties.py", "if owner not in called]", "if owner != name]", f"{TIED} -k others_of_its_weight"),
     Edit(OPAQUE, "if not _alike_but_for_sizes(first, run)]", "if run is None]", f"{SIZES} -k few_rows"),
     Edit(OPAQUE, 'opened = {"", call.method} if', "opened = set() if", f"{SIZES} -k sizes_of_values_is_cut"),
     Edit(OPAQUE, "if not first.others:", "if False:", f"{SIZES} -k no_size"),
