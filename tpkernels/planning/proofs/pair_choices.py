@@ -40,8 +40,7 @@ def pair_choices(decision: Decision, shadow: Shadow, world_size: int) -> dict[st
                 proof = decision.pairs[given[name]]
                 style, before = replace(style, segments=sizes), f"{what}, " if name in taken else ""
                 what = f"{before}by channels of each segment"
-                if isinstance(style, Channels):
-                    style = replace(style, copied=proof.copied, behind=proof.behind)
+                style = replace(style, copied=proof.copied, behind=proof.behind)
                 if proof.copied:
                     what = f"{what}, and the narrow ones whole"
             between = ", and gives channels" if gathers or grouped else ", and scatters the sum"
