@@ -192,9 +192,10 @@ def test_the_plan_says_which_convolutions_are_cut_and_what_they_send() -> None:
     assert (plan["up"].style, plan["grouped"].style) == (Channels(gather_output=False), Channels(inputs=True))
     assert plan["depthwise"].style == Sliced((("bias", 0), ("weight", 0)))
     assert plan["idle"].style == Channels() and plan["idle"].wire_bytes is None, "nobody reads its weight"
-    assert plan["causal"].style == plan["normed"].style == plan["normed.parametrizations.weight"].style == Channels()
+    assert plan["causal"].style == Channels(gather_output=False)
+    assert plan["normed"].style == plan["normed.parametrizations.weight"].style == Channels(inputs=True)
     norm = plan["normed.parametrizations.weight"]
-    assert [part.local_shapes[0] for part in norm.parameters] == [(1, 1, 3), (2, 4, 3)]
+    assert [part.local_shapes[0] for part in norm.parameters] == [(1, 1, 3), (4, 2, 3)]
     assert norm.forward == "all-reduce of sums of squares" and norm.wire_bytes == 2 * 3 * 3 * 4 // 2
     assert plan["patches"].parameters[0].local_shapes == ((5, 3, 4, 4), (5, 3, 4, 4))
     assert plan["up"].parameters[0].local_shapes == ((10, 6, 2, 2), (10, 6, 2, 2))
