@@ -94,7 +94,7 @@ def shared_by_groups(
 
 def held_by_twins(modules: Mapping[str, nn.Module], names: Collection[str]) -> set[str]:
     """These parameters by all names that they have in the model."""
-    held, found = _owners(modules), set[str]()
+    held, found = _owners(modules) if names else {}, set[str]()
     for name in names:
         one = _parameter(modules, name)
         for owner in held[id(one)]:
