@@ -108,8 +108,8 @@ class PackedColumnParallelLinear(ColumnParallelLinears):
     sequence_dim: int
     save_gathered: bool
     implementation: str
-    copied: int
-    behind: int
+    copied: int = 0
+    behind: int = 0
     """How many segments every rank computes whole, and how many are behind these."""
     activation: str | None = None
     shared: SharedInput | None = None

@@ -93,28 +93,25 @@ def shared_by_groups(
 
 
 def held_by_twins(modules: Mapping[str, nn.Module], names: Collection[str]) -> set[str]:
-    """These parameters by all names that they have in the model."""
-    held, found = _owners(modules) if names else {}, set[str]()
-    for name in names:
-        one = _parameter(modules, name)
-        for owner in held[id(one)]:
+    """These parameters by all names that they have in the model; those that are none of torch's have one."""
+    held, found = _owners(modules), {*names}
+    for one in (_parameter(modules, name) for name in names):
+        for owner in () if one is None else held[id(one)]:
             keys = [key for key, other in modules[owner].named_parameters(recurse=False) if other is one]
             found |= {f"{owner}.{key}" if owner else key for key in keys}
     return found
 
 
-def _parameter(modules: Mapping[str, nn.Module], name: str) -> nn.Parameter:
+def _parameter(modules: Mapping[str, nn.Module], name: str) -> nn.Parameter | None:
     owner, _, key = name.rpartition(".")
-    parameter = modules[owner]._parameters[key]
-    assert parameter is not None
-    return parameter
+    return dict(modules[owner].named_parameters(recurse=False)).get(key)
 
 
 def _owners(modules: Mapping[str, nn.Module]) -> dict[int, list[str]]:
     """Of each parameter by its id, the modules that hold it."""
     found: dict[int, list[str]] = {}
     for name, module in modules.items():
-        for parameter in module.parameters(recurse=False):
+        for _, parameter in module.named_parameters(recurse=False):
             found.setdefault(id(parameter), []).append(name)
     return found
 
