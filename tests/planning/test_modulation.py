@@ -130,6 +130,6 @@ def compare(kinds: list[str]) -> list[str]:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow("on three ranks"))])
 def test_values_and_gradients_are_those_of_the_whole_model(ranks: Pools, world: int) -> None:
     assert ranks(world).run(compare, list(KINDS), timeout=LIMIT_S) == [[]] * world

@@ -171,6 +171,6 @@ def test_means_of_all_batches_are_those_of_the_whole_norm(ranks: Pools, world: i
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow("on three ranks"))])
 def test_values_gradients_and_running_means_are_those_of_the_whole_model(ranks: Pools, world: int) -> None:
     assert ranks(world).run(compare, list(KINDS), timeout=LIMIT_S) == [[]] * world

@@ -147,7 +147,7 @@ def by_value() -> list[str]:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow("on three ranks"))])
 def test_they_compute_and_train_as_the_unsharded_model(ranks: Pools, world: int) -> None:
     assert ranks(world).run(by_value, timeout=LIMIT_S) == [[]] * world
 
