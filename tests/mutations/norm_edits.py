@@ -14,12 +14,13 @@ PAIRS = "planning/proofs/convolution_pairs.py"
 TRAINED = f"{HEADS} -k over_all_ranks"
 
 NORMS = (
+    Edit(FIND, "gated, sorted(lengths[name]))", "gated, [3])", f"{CHANNELS} -k as_many_dimensions"),
     Edit(FIND, "((norm.centred or norm.response) and degrees())", "False", f"{HEADS} -k in_no_blocks"),
     Edit(FIND, "norm.centred or norm.response", "norm.centred", f"{RESPONSE} -k in_no_blocks"),
     Edit(
         "planning/replays/replay.py",
-        "x.dim() == 4 or norm is None",
-        "True or norm is None",
+        "x.dim() == 4 or not",
+        "True or not",
         f"{RESPONSE} -k looks_like",
     ),
     Edit(FIND, "shape[0] if self.response else", "shape[0] if False else", f"{RESPONSE} -k of_all_ranks"),

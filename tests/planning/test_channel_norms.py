@@ -30,7 +30,7 @@ class ChannelNorm(nn.LayerNorm):
             nn.init.normal_(parameter)
 
     def forward(self, x: Tensor) -> Tensor:
-        dim = 2 if self.how == "over rows" else 1
+        dim = 2 if self.how == "over rows" else 1 if self.how != "by dimensions" or x.dim() == 4 else -1
         y = super().forward(x.movedim(dim, -1)).movedim(-1, dim)
         return y * x.shape[-1] if self.how == "grows with the image" else y
 
@@ -78,9 +78,33 @@ def test_a_pair_that_would_send_more_with_its_norm_is_not_cut() -> None:
     assert "with its norms a pair would send more than its layers do without it" in plan["up"].reason
 
 
+class Linears(nn.Module):
+    """The norm is of the last dimension, as between linear layers, of all tensors but those that it is given here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(6, 12), ChannelNorm(12, "by dimensions"), nn.Linear(12, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.down(nn.functional.silu(self.norm(self.up(x))))
+        return y
+
+
+PLACES = torch.randn(2, 12, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
+"""As many places in dimension 1 as the norm has features."""
+
+
+@pytest.mark.cpu
+def test_a_norm_is_tried_on_tensors_of_as_many_dimensions_as_it_is_given() -> None:
+    plan = tpk.make_plan(Linears(), 2, example_inputs=PLACES.float())
+    assert not isinstance(plan["norm"].style, PartNorm)
+    flat = tpk.make_plan(Linears(), 2, example_inputs=PLACES[0].float())
+    assert flat["norm"].style == PartNorm(1e-6, centred=True)
+
+
 def by_value() -> list[str]:
     torch.manual_seed(3)
-    wrong = []
+    wrong = [one for one in problems("dimensions", Linears(), PLACES.clone(), "down") if "is not cut" not in one]
     with warnings.catch_warnings():
         warnings.simplefilter("error", UnprovenCallWarning)
         for how in ("", "lines", "over rows"):

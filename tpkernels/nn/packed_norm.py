@@ -8,8 +8,9 @@ It stands between convolutions of which the first gives such parts, because code
 norm (:mod:`tpkernels.nn.paired_convolution`).  Each channel is normalised by itself, so nothing is sent, gradients are
 complete, and a rank's running means are those of its channels.
 
-The norm is cut in place: it stays an instance of its class, and has a module for each segment, ``part0``, ``part1``,
-..., with this rank's part of the parameters and of the running statistics; state is saved as whole tensors.
+The norm is cut in place: it stays an instance of its class, and has a module for each segment
+(:mod:`tpkernels.nn.channel_parts`), with this rank's part of the parameters and of the running statistics; state is
+saved as whole tensors.
 It refuses modules that run other code than torch's batch norms do.
 """
 
@@ -25,7 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from tpkernels.nn.parameters import local, shard_buffer, shard_parameter
+from tpkernels.nn.channel_parts import joined, packed_parameters, parts_in, take_apart
+from tpkernels.nn.parameters import local, shard_buffer
 from tpkernels.partition import chunk_sizes, offsets
 
 __all__ = ["check_packed_norm", "is_batch_norm", "norm_segments", "pack_norm"]
@@ -61,22 +63,13 @@ def pack_norm(module: nn.Module, segments: Sequence[int], mesh: DeviceMesh) -> n
         ValueError: it is no batch norm, or the segments do not make up its channels, or leave a rank without any.
     """
     check_packed_norm(module, segments, mesh.size())
-    held = [name for name in (*_PARAMETERS, *_BUFFERS) if getattr(module, name) is not None]
-    for number, (start, size) in enumerate(zip(offsets(segments), segments, strict=True)):
-        part = nn.Module()
-        for name in held:
-            whole: Tensor = getattr(module, name)
-            run = whole.detach().narrow(0, start, size)
-            if name in _PARAMETERS:
-                part.register_parameter(name, shard_parameter(run, mesh, 0, requires_grad=whole.requires_grad))
-            else:
-                lasting = name not in module._non_persistent_buffers_set
-                part.register_buffer(name, shard_buffer(run, mesh, 0), persistent=lasting)
-        module.add_module(f"part{number}", part.train(module.training))
-    for name in held:
-        (module._parameters if name in _PARAMETERS else module._buffers).pop(name)
-    own = tuple(chunk_sizes(size, mesh.size())[mesh.get_local_rank()] for size in segments)
-    vars(module).update(_tpk_segments=tuple(segments), _tpk_own=own, _tpk_held=tuple(held))
+    take_apart(module, mesh, segments, dict.fromkeys(_PARAMETERS, 0))
+    for name in _BUFFERS:
+        whole = module._buffers.pop(name)
+        for part, start, size in zip(parts_in(module), offsets(segments), segments, strict=True):
+            lasting = name not in module._non_persistent_buffers_set
+            own = None if whole is None else shard_buffer(whole.narrow(0, start, size), mesh, 0)
+            part.register_buffer(name, own, persistent=lasting)
     kind: Any = type(module)
     module.__class__ = _packed_kind(kind)
     return module
@@ -99,7 +92,7 @@ def _forward(self: Any, input: Tensor) -> Tensor:
     by_batch = self.training or not (means or variances)
     kept = not self.training or self.track_running_stats
     mean, variance = (torch.cat(one) if one and kept else None for one in (means, variances))
-    weight, bias = (_joined(self, name) for name in _PARAMETERS)
+    weight, bias = (joined(self, name) for name in _PARAMETERS)
     y = nn.functional.batch_norm(input, mean, variance, weight, bias, by_batch, factor, self.eps)
     if by_batch:
         for held, new in ((means, mean), (variances, variance)):
@@ -108,20 +101,9 @@ def _forward(self: Any, input: Tensor) -> Tensor:
     return y
 
 
-def _parts(self: Any) -> list[Any]:
-    return [self._modules[f"part{number}"] for number in range(len(self._tpk_segments))]
-
-
-def _joined(self: Any, name: str) -> Tensor | None:
-    """This rank's part of a parameter, of each segment one after the other."""
-    if name not in self._tpk_held:
-        return None
-    return torch.cat([cast(Tensor, local(part._parameters[name])) for part in _parts(self)])
-
-
 def _statistics(self: Any, name: str) -> list[Tensor]:
     """This rank's running statistics, of each segment; none where the norm keeps none."""
-    held = [part._buffers[name] for part in _parts(self)] if name in self._tpk_held else []
+    held = [one for part in parts_in(self) if (one := part._buffers[name]) is not None]
     return [_here(one) if isinstance(one, DTensor) else one for one in held]
 
 
@@ -131,8 +113,9 @@ def _here(buffer: DTensor) -> Tensor:
 
 def _packed_parameters(self: Any) -> dict[str, tuple[int, tuple[str, ...]]]:
     """As :meth:`PackedColumnParallelLinear.packed_parameters`, of the statistics as well."""
-    parts = range(len(self._tpk_segments))
-    return {name: (0, tuple(f"part{number}.{name}" for number in parts)) for name in self._tpk_held}
+    first, parts = parts_in(self)[0]._buffers, range(len(self._tpk_segments))
+    buffers = {name: (0, tuple(f"part{at}.{name}" for at in parts)) for name, one in first.items() if one is not None}
+    return packed_parameters(self) | buffers
 
 
 def _reset_running_stats(self: Any) -> None:
@@ -147,8 +130,9 @@ def _reset_parameters(self: Any) -> None:
     _reset_running_stats(self)
     with torch.no_grad():
         for name, value in zip(_PARAMETERS, (1, 0), strict=True):
-            for part in _parts(self) if name in self._tpk_held else ():
-                cast(Tensor, local(part._parameters[name])).fill_(value)
+            for held in (part._parameters[name] for part in parts_in(self)):
+                if held is not None:
+                    cast(Tensor, local(held)).fill_(value)
 
 
 def _repr(self: Any) -> str:

@@ -104,9 +104,7 @@ def _untie_once(
         kinds = {tie_kind(style) for style in styles.values()}
         by_second = kinds in ({1}, {2}) and len(styles) == len(owners)
         alike = are_layers and (kinds <= {0} or by_second)
-        experts = {style if isinstance(style, Experts) else None for style in styles.values()}
-        if len(experts) == 1 and None not in experts and len(styles) == len(owners) and are_twins(modules, owners):
-            continue
+        alike = alike or (_same_experts(styles) and len(styles) == len(owners) and are_twins(modules, owners))
         conv = any(owner in layers and layers[owner].kind == "conv1d" for owner in owners)
         if alike and not conv:
             continue
@@ -121,6 +119,11 @@ def _untie_once(
             source = "default" if old is None or old.source != "override" else "override"
             chosen[owner] = Chosen(Replicate(), source, f"tied to {others}, which stays whole")
     return before != {name: choice.style for name, choice in chosen.items()}
+
+
+def _same_experts(styles: Mapping[str, Style]) -> bool:
+    kinds = {*styles.values()}
+    return len(kinds) == 1 and isinstance(kinds.pop(), Experts)
 
 
 def _is_idle(

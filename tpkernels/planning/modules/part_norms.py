@@ -102,29 +102,26 @@ def find_norms(modules: Mapping[str, nn.Module], calls: Iterable[NormCall]) -> d
         if len(given[name]) > 1:
             continue
         gated = given[name] == {2}
-        images = lengths[name] if min(lengths[name]) > 2 else set[int]()
-        key = (*_alike(modules[name], candidates), gated, frozenset(images))
+        key = (*_alike(modules[name], candidates), gated, frozenset(lengths[name]))
         if key not in known:
-            known[key] = _find(modules[name], sorted(candidates), gated, sorted(images))
+            known[key] = _find(modules[name], sorted(candidates), gated, sorted(lengths[name]))
         norm = known[key]
         if isinstance(norm, KnownNorm) and not ((norm.centred or norm.response) and degrees()):
             found[name] = norm
     return found
 
 
-def _find(module: nn.Module, candidates: Sequence[float], gated: bool, images: Sequence[int]) -> KnownNorm | str:
-    """``images``: how many dimensions it is given, if its features may be dimension 1."""
+def _find(module: nn.Module, candidates: Sequence[float], gated: bool, lengths: Sequence[int]) -> KnownNorm | str:
+    """``lengths``: how many dimensions the tensors have that it is given."""
     weight = module._parameters["weight"]
     if weight is not None and _is_of_images(weight):
         ways = [KnownNorm(epsilon, response=True) for epsilon in _epsilons(module, candidates)]
-        return "takes a gate" if gated else _first_right(module, ways, "global response norm")
-    found = find_rms(module, candidates, gated=gated)
-    if not isinstance(found, KnownNorm) and not gated:
-        found = _find_layer_norm(module, candidates)
-    if not isinstance(found, KnownNorm) and not gated and images:
-        ways = [KnownNorm(one, centred=True, channels_first=True) for one in _epsilons(module, candidates)]
-        of_channels = _first_right(module, ways, "layer norm of channels", images)
-        return of_channels if isinstance(of_channels, KnownNorm) else found
+        return "takes a gate" if gated else _first_right(module, ways, "global response norm", (4,))
+    found = find_rms(module, candidates, gated=gated, lengths=lengths)
+    for first in (False, True) if min(lengths) > 2 else (False,):
+        if not isinstance(found, KnownNorm) and not gated:
+            ways = [KnownNorm(one, centred=True, channels_first=first) for one in _epsilons(module, candidates)]
+            found = _first_right(module, ways, "layer norm", lengths)
     return found
 
 
@@ -142,21 +139,18 @@ def numbers_in(events: Sequence[Any]) -> list[float]:
     return sorted({leaf for leaf in leaves if isinstance(leaf, float) and 0 < leaf < 1})
 
 
-def find_rms(module: nn.Module, candidates: Sequence[float], *, gated: bool = False) -> KnownNorm | str:
+def find_rms(
+    module: nn.Module, candidates: Sequence[float], *, gated: bool = False, lengths: Sequence[int] = (3,)
+) -> KnownNorm | str:
     """The epsilon with which ``module``, which has one vector ``weight``, is RMS norm, or why it is not one.
 
-    ``gated``: it takes a gate as well.
+    ``gated``: it takes a gate as well; ``lengths``: it is given tensors of so many dimensions.
     """
     if module._parameters.get("bias") is not None:
         return "has a bias"
     ways = [KnownNorm(epsilon, gate) for epsilon in _epsilons(module, candidates)
             for gate in (("before", "after") if gated else ("",))]  # fmt: skip
-    return _first_right(module, ways, "RMS norm")
-
-
-def _find_layer_norm(module: nn.Module, candidates: Sequence[float]) -> KnownNorm | str:
-    ways = [KnownNorm(epsilon, centred=True) for epsilon in _epsilons(module, candidates)]
-    return _first_right(module, ways, "layer norm")
+    return _first_right(module, ways, "RMS norm", lengths)
 
 
 def _epsilons(module: nn.Module, candidates: Sequence[float]) -> list[float]:
@@ -165,9 +159,7 @@ def _epsilons(module: nn.Module, candidates: Sequence[float]) -> list[float]:
     return [_DEFAULT] if getattr(module, "eps", 0.0) is None else [*own, *candidates]
 
 
-def _first_right(
-    module: nn.Module, ways: Sequence[KnownNorm], called: str, lengths: Sequence[int] = (3,)
-) -> KnownNorm | str:
+def _first_right(module: nn.Module, ways: Sequence[KnownNorm], called: str, lengths: Sequence[int]) -> KnownNorm | str:
     """Which of ``ways`` it computes, of tensors of so many dimensions."""
     weight, before = module._parameters["weight"], dict(module._parameters)
     assert weight is not None
@@ -196,9 +188,8 @@ def _computes(module: nn.Module, held: nn.Parameter, norm: KnownNorm, length: in
         for scale in _PROBES:
             # Features with a mean tell RMS norm from layer norm.
             features = held.shape[-1]
-            shape: tuple[int, ...] = (2, 3, 2, features) if norm.response else (2, 3, features)
-            if norm.channels_first:
-                shape = (2, features, *(3, 2, 2)[: length - 2])
+            outer = (2, 3, 2, *(1,) * length)
+            shape = (2, features, *outer[1 : length - 1]) if norm.channels_first else (*outer[: length - 1], features)
             x = ((torch.randn(shape, generator=generator) + 0.7) * scale).to(dtype)
             own = [torch.randn(held.shape, generator=generator).to(dtype) for _ in keys]
             dy = torch.randn(shape, generator=generator).to(dtype)

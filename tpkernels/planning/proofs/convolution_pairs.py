@@ -84,7 +84,7 @@ class PairChoice:
         """Take those that save bytes, one after the other."""
         free = [group for group in self.groups if not any(name in used for name in group.layers)]
         while free := [group for group in free if not any(group in some for some in (self.refused, beside, taken))]:
-            added = {group: self.added(group, taken) for group in free}
+            added = {group: self._added(group, taken) for group in free}
             best = min(added, key=lambda group: (added[group], bool(group.results)))
             if added[best] > 0:
                 beside |= dict.fromkeys(free, Unproven("a pair would send more than its layers do without it"))
@@ -107,7 +107,7 @@ class PairChoice:
             else:
                 beside[best] = Unproven(f"{clash} is in another pair")
 
-    def added(self, group: Group, taken: Mapping[Group, Proof]) -> int:
+    def _added(self, group: Group, taken: Mapping[Group, Proof]) -> int:
         """How many bytes more a rank sends if the group is cut beside those ``taken``."""
         takes = {*self._beside.rows}.union(*(other.rows for other in taken))
         gives = {*self._beside.columns}.union(*(other.columns for other in taken))
@@ -157,8 +157,8 @@ class PairChoice:
 
 
 def names_gathering(choices: Sequence[PairChoice], pairs: Mapping[Group, Proof]) -> set[str]:
-    """Convolutions that end one of ``pairs`` and begin another, and gather what they take: they send
-    less so, or give several segments, as nobody scatters a sum in these."""
+    """Convolutions that end one of ``pairs`` and begin another, and gather what they take: they send less so, or give
+    several segments, as nobody scatters a sum in these."""
     between = {name for group in pairs for name in group.rows} & {name for group in pairs for name in group.columns}
     packed = {name for proof in pairs.values() for name, sizes in proof.segments.items() if len(sizes) > 1} & between
     layers = {name for one in choices for name in one.search.shadow.layers}  # these scatter their sums

@@ -4,8 +4,8 @@ It owns which pairs may, and what becomes of them.  A residual stream that a con
 a group of these two and of all layers along it, which are in pairs of their own within the blocks
 (:class:`tpkernels.planning.proofs.convolution_pairs.PairChoice`).  Where the stream is cut by channels, the first layer
 of such a pair gathers what it takes, and the last one scatters what it sums: as many bytes as the sums that both make
-otherwise.  The convolutions send less.  Pairs are those of one column and one row, and no other layer
-reads what the column does: each of several would gather the same, where they share the sum of a gradient otherwise.
+otherwise.  The convolutions send less.  Pairs are those of one column and one row, and no other layer reads what the
+column does: each of several would gather the same, where they share the sum of a gradient otherwise.
 """
 
 from __future__ import annotations

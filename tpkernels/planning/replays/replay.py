@@ -359,8 +359,7 @@ class Replay(ConstantParts):
             self._whole_norms.add(name)
             return forward(*given)
         features = self.shadow.model.get_parameter(f"{name}.weight").shape[-1]
-        known = call is not None and call.name == name and norm is not None
-        known = known and (x.dim() == 4 or norm is None or not norm.response)
+        known = call is not None and call.name == name and norm is not None and (x.dim() == 4 or not norm.response)
         cut = {self._splits.get(id(one)) for one in given} == {Split(split.dim, (features,))}
         if not known or not cut or features % divisor(self.world_size):
             return forward(*given)
